@@ -1,0 +1,120 @@
+"""Named axes: the coordinates in which every tensor around an attention is written.
+
+An ``Atom`` is an index that runs over ``size`` positions.  A ``Dim`` of a tensor is a row-major product of
+atoms, ``()`` for a dimension of size one.  In these coordinates views, permutes, expands and flattened
+batches disappear: they only say which atoms stand where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+
+Size: TypeAlias = "int | sympy.Expr"
+
+
+@dataclass(frozen=True, eq=False)
+class Atom:
+    """An index over ``size`` positions.  Two atoms are the same axis only if they are the same object."""
+
+    name: str
+    size: Size
+
+    def __repr__(self) -> str:
+        return f"{self.name}[{self.size}]"
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Atom):
+    """Positions ``offset + base`` of a dimension of ``size`` positions: what a slice asks of its input."""
+
+    base: Atom = field(kw_only=True)
+    offset: Size = field(kw_only=True)
+
+
+Dim: TypeAlias = tuple[Atom, ...]
+Dims: TypeAlias = tuple[Dim, ...]
+
+
+class Irregular(Exception):
+    """The dimensions cannot be written in named axes; the message says which."""
+
+
+class Refine(Exception):
+    """``atom`` must become the product of two atoms of sizes ``outer`` and ``inner`` everywhere."""
+
+    def __init__(self, atom: Atom, outer: Size, inner: Size) -> None:
+        super().__init__(f"{atom} = {outer} * {inner}")
+        self.atom, self.outer, self.inner = atom, outer, inner
+
+
+def size_of(value: Any) -> Size:
+    """The size behind an ``int`` or a ``SymInt``, as an ``int`` where it is one."""
+    if isinstance(value, torch.SymInt):
+        value = value.node.expr
+    if isinstance(value, sympy.Integer):
+        return int(value)
+    return value  # type: ignore[no-any-return]
+
+
+def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
+    return tuple(size_of(n) for n in value.shape)
+
+
+def quotient(a: Size, b: Size) -> Size | None:
+    """``a / b`` when that is a whole number for all values of the symbols, else None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    q = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+    if q.is_Integer:
+        return int(q)
+    numerator, denominator = q.as_numer_denom()
+    return q if denominator == 1 and numerator.is_polynomial() else None
+
+
+def same_size(a: Size, b: Size) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
+
+
+def product(atoms: Iterable[Atom]) -> Size:
+    total: Size = 1
+    for atom in atoms:
+        total = total * atom.size
+    return total
+
+
+def atoms_of(dims: Dims) -> Dim:
+    return tuple(atom for dim in dims for atom in dim)
+
+
+def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> Dims:
+    """Group ``atoms``, in order, into dimensions of the given ``sizes`` (what a view does).
+
+    Raises ``Refine`` when an atom straddles two dimensions, ``Irregular`` when no grouping exists.
+    """
+    rest, dims = list(atoms), []
+    for size in sizes:
+        dim: list[Atom] = []
+        missing = size
+        while not same_size(missing, 1):
+            if not rest:
+                raise Irregular(f"a dimension of {size} has no axes left")
+            left = quotient(missing, rest[0].size)
+            if left is not None:
+                dim.append(rest.pop(0))
+                missing = left
+                continue
+            inner = quotient(rest[0].size, missing)
+            if inner is None or isinstance(rest[0], Window):
+                raise Irregular(f"a dimension of {size} does not fall on the boundaries of {rest}")
+            raise Refine(rest[0], missing, inner)
+        dims.append(tuple(dim))
+    if rest:
+        raise Irregular(f"axes {rest} are left over")
+    return tuple(dims)

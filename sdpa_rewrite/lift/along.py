@@ -1,0 +1,52 @@
+"""Operators that work along a dimension and are neither pointwise nor a plain reduction: evaluated whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from sdpa_rewrite.algebra.axes import Dims
+from sdpa_rewrite.algebra.term import Slot, Term
+from sdpa_rewrite.lift import reductions
+from sdpa_rewrite.lift.ops import argument, opname, value_of
+from sdpa_rewrite.lift.pointwise import Template
+
+if TYPE_CHECKING:
+    from sdpa_rewrite.lift.lifter import Lifter
+
+
+def _largest_at(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.max(dim, keepdim=True).indices
+
+
+def getitem(lifter: Lifter, node: Node, dims: Dims) -> Term | None:
+    """max(x, dim) -> (values, indices)"""
+    source: Any = node.args[0]
+    if opname(source) != "max" or not isinstance(value_of(source), (tuple, list)):
+        return None
+    below, gone = reductions.input_dims(lifter, source, dims)
+    x = lifter.request(source.args[0], below)
+    if node.args[1] == 0:
+        return lifter.terms.reduce("amax", x, gone)
+    (k,), keep = reductions.reduced_dims(source)
+    if not keep:
+        return None
+    return lifter.terms.along(_largest_at, Template((Slot(0), k), ()), dims, (below,), (x,))
+
+
+def whole(lifter: Lifter, node: Node, dims: Dims) -> Term | None:
+    """scatter(zeros, dim, index, source): the gradient of a maximum."""
+    if opname(node) != "scatter":
+        return None
+    base, dim, index, source = (argument(node, k, n) for k, n in enumerate(("self", "dim", "index", "src")))
+    if not isinstance(value_of(source), torch.Tensor) or value_of(index).shape != value_of(source).shape:
+        return None
+    k = int(dim) % len(dims)
+    if int(value_of(index).shape[k]) != 1:
+        return None
+    narrow: Dims = (*dims[:k], (), *dims[k + 1 :])
+    args = (lifter.request(base, dims), lifter.request(index, narrow), lifter.request(source, narrow))
+    template = Template((Slot(0), k, Slot(1), Slot(2)), ())
+    return lifter.terms.along(torch.scatter, template, dims, (dims, narrow, narrow), args)

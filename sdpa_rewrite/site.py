@@ -1,0 +1,106 @@
+"""A recognised attention, and why one was not recognised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch.fx import Node
+
+from sdpa_rewrite.algebra.axes import Atom, Dim, Dims
+from sdpa_rewrite.algebra.term import Term, Terms
+
+Softmax = Literal["softmax", "safe"]
+
+
+class Miss(Exception):
+    """Why a candidate is not a site: the text, the role that failed and the culprit node."""
+
+    def __init__(self, text: str, role: str = "", node: Node | None = None) -> None:
+        super().__init__(text)
+        self.text, self.role, self.node = text, role, node
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of the graph and the axes of its dimensions."""
+
+    node: Node
+    dims: Dims
+
+    @property
+    def axes(self) -> frozenset[Atom]:
+        return frozenset(a for d in self.dims for a in d)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A value that the score or weight program reads: a term, and the graph's tensor that holds it.
+
+    In the programs it stands as the hole ``name``.
+    """
+
+    name: str
+    term: Term
+    operand: Operand
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A node of the backward whose value is the gradient of a role: ``query``, ``key``, ``value`` or a capture's name."""
+
+    role: str
+    result: Operand
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One attention.
+
+    ``softmax_j(score_program(q . k)) . v`` over named axes: ``query`` has the axes ``batch``, ``rows`` and
+    ``depth``, ``key`` ``batch``, ``columns`` and ``depth``, ``value`` ``batch``, ``columns`` and ``width``; key and
+    value may lack batch axes (grouped and multi-query attention).  ``score`` and ``weight`` are terms with the holes
+    ``score`` and ``probability``; ``sink`` is an extra logit of the denominator.  ``result`` is the graph's output
+    node.  ``cotangent`` and ``gradients`` are the backward's, when the graph has one.
+    """
+
+    terms: Terms
+    batch: tuple[Atom, ...]
+    rows: Dim
+    columns: Dim
+    depth: Dim
+    width: Dim
+    query: Operand
+    key: Operand
+    value: Operand
+    query_term: Term
+    key_term: Term
+    value_term: Term
+    score: Term
+    weight: Term
+    softmax: Softmax
+    sink: Term | None
+    captures: tuple[Capture, ...]
+    result: Operand
+    result_term: Term
+    scores_node: Node
+    softmax_node: Node
+    probability_term: Term = field(repr=False)
+    scores_term: Term = field(repr=False)
+    cotangent: Operand | None = None
+    cotangent_term: Term | None = None
+    gradients: tuple[Gradient, ...] = ()
+
+    @property
+    def training(self) -> bool:
+        return bool(self.gradients)
+
+    def with_backward(self, operand: Operand, term: Term, gradients: tuple[Gradient, ...]) -> Site:
+        return replace(self, cotangent=operand, cotangent_term=term, gradients=gradients)
+
+    def with_result(self, result: Operand) -> Site:
+        return replace(self, result=result)
+
+    @property
+    def scores_axes(self) -> frozenset[Atom]:
+        return frozenset((*self.batch, *self.rows, *self.columns))
