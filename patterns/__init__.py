@@ -1,0 +1,6 @@
+"""One attention form a file, each named after the form it is.  Imported as ``sdpa_rewrite.patterns``."""
+
+from __future__ import annotations
+
+if __name__ == "patterns":
+    raise ImportError("this folder is the package sdpa_rewrite.patterns; import it by that name")
