@@ -91,7 +91,9 @@ def run_python(tmp_path: Path) -> RunPython:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("SDPA_REWRITE", "TORCH"))}
         clean |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), **environment}
         command = [sys.executable, *flags, str(path)]
-        return subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(
+            command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=300, check=False
+        )
 
     return run
 

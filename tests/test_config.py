@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from sdpa_rewrite import compat, config
-
 from tests.conftest import RunPython
 
 

@@ -277,9 +277,12 @@ def test_their_failure_is_theirs() -> None:
     def failing(graph: torch.fx.Graph) -> None:
         raise RuntimeError("not ours")
 
-    with inductor_config.patch(joint_custom_pre_pass=failing), sdpa_rewrite.enabled():
-        with pytest.raises(Exception, match="not ours"):
-            compile_once()
+    with (
+        inductor_config.patch(joint_custom_pre_pass=failing),
+        sdpa_rewrite.enabled(),
+        pytest.raises(Exception, match="not ours"),
+    ):
+        compile_once()
 
 
 # -- failures ------------------------------------------------------------------------------------------------

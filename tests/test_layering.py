@@ -12,10 +12,12 @@ import sdpa_rewrite
 
 ROOT = Path(sdpa_rewrite.__file__).parent
 
-ORDER = (
-    "outcome compat config algebra site reference pattern lift match adjoint prove kernels emit choose rewrite patterns"
-    " pipeline report graph_pass hook backend explanation __init__"
-).split()
+ORDER = [
+    *("outcome", "compat", "config"),
+    *("algebra", "site", "reference", "pattern", "lift", "match", "adjoint", "prove"),
+    *("kernels", "emit", "choose", "rewrite", "patterns", "pipeline"),
+    *("report", "graph_pass", "hook", "backend", "explanation", "__init__"),
+]
 
 
 def top(module: str) -> str:
