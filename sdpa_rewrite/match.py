@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Irregular, Refine, Window, atoms_of, shape_of
+from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Irregular, Window, atoms_of, shape_of
 from sdpa_rewrite.algebra.term import Term, Terms, subterms, summands
 from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
 from sdpa_rewrite.lift.ops import (
     CONTRACTIONS,
     LAYOUT,
     PIECEWISE,
+    SOFTMAXES,
     is_call,
     is_pointwise,
     is_tensor,
@@ -28,6 +29,7 @@ from sdpa_rewrite.lift.ops import (
 from sdpa_rewrite.site import Capture, Miss, Operand, Site
 
 REACH = 400  # nodes looked at on each side of a softmax
+NORMALISERS = SOFTMAXES | {"sum", "logsumexp"}
 BARRIERS = frozenset({"convolution", "embedding", "native_layer_norm", "native_group_norm", "_native_batch_norm_legit"})
 
 
@@ -66,8 +68,8 @@ def candidates(graph: Graph) -> Iterator[Candidate]:
         if not scores or node not in region:
             continue
         interior = _between(region, scores, order)
-        if node not in interior:
-            continue
+        if node not in interior or not any(opname(n) in NORMALISERS for n in interior):
+            continue  # an exponential that nothing sums up is a gate, not a softmax
         taken.add(found)
         yield Candidate(node, product, at, frozenset(interior), tuple(sorted(scores, key=order.__getitem__)))
 
@@ -173,28 +175,12 @@ class Normalised:
     kind: str
 
 
-def match(candidate: Candidate) -> tuple[Site, Lifter, Axes]:
-    """The site behind ``candidate``.  Raises ``Miss``."""
-    axes = Axes()
-    for _ in range(64):
-        try:
-            lifted = lift(candidate, axes)
-            return site_of(lifted), lifted.lifter, axes
-        except Refine as refine:
-            try:
-                axes.split(refine)
-            except Irregular as error:
-                raise Miss(str(error), "layout", candidate.anchor) from error
-    raise Miss("the axes do not settle", "layout", candidate.anchor)
-
-
 def site_of(lifted: Lifted) -> Site:
     terms, columns = lifted.lifter.terms, lifted.columns
     softmax = find_softmax(lifted)
     scores = find_scores(lifted, softmax)
     query, key = sides(scores, columns)
     check_free(lifted, scores, softmax)
-    hole = terms.hole("score", frozenset(scores.axes))
     batch = tuple(a for a in _ordered(lifted, scores) if a not in columns and a in scores.axes)
     rows = tuple(a for a in batch if a not in key.axes and a not in lifted.value.axes)
     rows = _rows(lifted, rows, key, query)
@@ -206,7 +192,6 @@ def site_of(lifted: Lifted) -> Site:
     ]
     if stray:
         raise Miss(f"query and key have axes {stray} that the scores lack", "score", _node(lifted, scores))
-    del hole
     full = frozenset((*batch, *rows, *columns))
     programs = {
         "score": terms.substitute(softmax.logits, {scores: terms.hole("score", full)}),
@@ -358,8 +343,9 @@ def split_shift(lifted: Lifted, exponent: Term) -> tuple[Term | None, Term]:
     if not columns:
         shift = [p for p in shift if any(t.op == "reduce" and t.attr[0] == "amax" for t in subterms(p))]
     shift = [p for p in shift if _from_row(lifted, p)]
-    rest = [p for p in parts if p not in shift]
-    return (total(terms, shift) if shift else None), total(terms, rest)
+    if not shift:
+        return None, exponent
+    return total(terms, shift), total(terms, [p for p in parts if p not in shift])
 
 
 def _from_row(lifted: Lifted, term: Term) -> bool:
@@ -381,7 +367,7 @@ def _sink(lifted: Lifted, extras: list[Term], shift: Term | None, term: Term) ->
     node = _node(lifted, term) or lifted.candidate.anchor
     if extra.axes & set(lifted.columns):
         raise Miss("the denominator has a part that varies along the keys", "softmax", node)
-    if any(t is not None and t.op == "reduce" and t.attr[0] == "sum" and t.axes != extra.axes for t in subterms(extra)):
+    if any(p.op == "reduce" and p.attr[0] == "sum" for p in extras):
         raise Miss("the denominator also sums over other scores", "softmax", node)
     if extra.op != "exp" and shift is None:
         return terms.call("log", extra)

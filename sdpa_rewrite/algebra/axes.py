@@ -72,8 +72,8 @@ def quotient(a: Size, b: Size) -> Size | None:
     q = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
     if q.is_Integer:
         return int(q)
-    numerator, denominator = q.as_numer_denom()
-    return q if denominator == 1 and numerator.is_polynomial() else None
+    _, denominator = q.as_numer_denom()
+    return q if denominator == 1 else None
 
 
 def same_size(a: Size, b: Size) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, atoms_of
+from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Size, atoms_of
 from sdpa_rewrite.algebra.term import Slot, Term
 
 POINTWISE: Mapping[str, Callable[..., Tensor]] = {
@@ -76,6 +76,10 @@ class World(ABC):
     def number(self, value: Any) -> Tensor:
         """A zero-dimensional tensor."""
 
+    def offset(self, size: Size) -> int:
+        """Where a part of a concatenation begins that really begins at ``size``."""
+        raise KeyError(f"no offset {size} in this world")
+
     def spread(self, x: Tensor, dims: Dims) -> Tensor:
         """``x``, whose dimensions are ``dims``, with one dimension per axis of the world."""
         atoms = atoms_of(dims)
@@ -127,6 +131,8 @@ def _value(term: Term, args: list[Tensor], world: World) -> Tensor:
         return _reduce(term, args[0], world)
     if term.op == "cat":
         return _cat(term, args, world)
+    if term.op == "part":
+        return _part(term, args[0], world)
     if term.op == "apply":
         target, template = term.attr
         return _call(target, template, args)
@@ -143,7 +149,7 @@ def _call(target: Any, template: Any, args: list[Tensor]) -> Tensor:
     positional, named = pytree.tree_map_only(
         Slot, lambda s: args[s.position], template, is_leaf=lambda x: isinstance(x, Slot)
     )
-    out = target(*positional, **named)
+    out = target(*positional, **dict(named))
     return out if isinstance(out, Tensor) else operator.getitem(out, 0)
 
 
@@ -154,6 +160,14 @@ def _reduce(term: Term, x: Tensor, world: World) -> Tensor:
     if any(a not in inner for a in atoms):  # a sum over an axis that the value does not vary along counts it
         x = x.expand([world.size(a) if a in atoms else -1 for a in world.order])
     return REDUCTIONS[kind](x, dims)
+
+
+def _part(term: Term, x: Tensor, world: World) -> Tensor:
+    whole, piece, offset = term.attr
+    at = world.position[whole]
+    x = x.expand([world.size(a) if a is whole else -1 for a in world.order])
+    x = x.narrow(at, world.offset(offset), 1 if piece is None else world.size(piece))
+    return x if piece is None else x.transpose(at, world.position[piece])
 
 
 def _cat(term: Term, args: list[Tensor], world: World) -> Tensor:

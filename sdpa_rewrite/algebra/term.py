@@ -26,7 +26,7 @@ class Term:
     """One value.
 
     ``op`` and ``attr``, by kind: ``leaf`` (node, dims), ``number`` value, ``index`` (dim, start, step),
-    ``reduce`` (kind, atoms), ``cat`` (atom, atom or None per piece), ``hole`` name, ``apply`` (target, template)
+    ``reduce`` (kind, atoms), ``cat`` (atom, atom or None per piece), ``part`` (atom, piece, offset), ``hole`` name, ``apply`` (target, template)
     for any other pointwise operator, ``along`` (target, template, dims) for an operator that is neither
     pointwise nor a reduction but is evaluated whole, else the name of a pointwise operation on ``args``.
     ``axes``: the atoms the value depends on.  ``node``: the graph node that first asked for it, with ``dims``.
@@ -213,6 +213,11 @@ class Terms:
         axes = frozenset().union(*(a.axes for a in args)) - inner | {atom}
         return self._make("cat", args, (atom, pieces), axes)
 
+    def part(self, term: Term, whole: Atom, piece: Atom | None, offset: Size) -> Term:
+        """``term`` along the positions of ``whole`` from ``offset`` on, which ``piece`` counts (one position if None)."""
+        inner = frozenset((piece,) if piece is not None else ())
+        return self._make("part", (term,), (whole, piece, offset), term.axes - {whole} | inner)
+
     def _through_cat(self, build: Callable[..., Term], args: tuple[Term, ...]) -> Term | None:
         """f(cat(a, b), c) -> cat(f(a, c), f(b, c)), where c does not vary along the joined axis."""
         first = next(a for a in args if a.op == "cat")
@@ -258,6 +263,8 @@ class Terms:
             out = self.apply(*attr, *args)
         elif term.op == "along":
             out = self.along(*attr, args)
+        elif term.op == "part":
+            out = self.part(args[0], *attr)
         elif term.op == "number":
             out = term
         else:
@@ -279,6 +286,9 @@ def _rename_attr(term: Term, axes: Mapping[Atom, Atom]) -> Any:
     if term.op == "cat":
         atom, pieces = term.attr
         return axes.get(atom, atom), tuple(axes.get(p, p) if p else None for p in pieces)
+    if term.op == "part":
+        whole, piece, offset = term.attr
+        return axes.get(whole, whole), axes.get(piece, piece) if piece else None, offset
     if term.op == "along":
         target, template, out, inputs = term.attr
         return target, template, dims(out), tuple(dims(i) for i in inputs)
@@ -315,7 +325,12 @@ def contains(term: Term, wanted: Term) -> bool:
 
 
 def summands(terms: Terms, term: Term) -> list[Term]:
-    """The addends of ``term``; numeric factors are pushed into sums."""
+    """The addends of ``term``.  Only sums that involve a reduction are taken apart.
+
+    A mask such as ``(1 - m) * -3.4e38`` stays whole: adding its parts in another order would cancel the scores.
+    """
+    if not any(t.op in ("reduce", "along") for t in subterms(term)):
+        return [term]
     if term.op == "add":
         return [t for a in term.args for t in summands(terms, a)]
     if term.op == "mul":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from sdpa_rewrite.algebra.axes import Dims
+from sdpa_rewrite.algebra.axes import Dims, Window, same_size
 from sdpa_rewrite.algebra.term import Slot, Term
 from sdpa_rewrite.lift import reductions
 from sdpa_rewrite.lift.ops import argument, opname, value_of
@@ -44,9 +44,19 @@ def whole(lifter: Lifter, node: Node, dims: Dims) -> Term | None:
     if not isinstance(value_of(source), torch.Tensor) or value_of(index).shape != value_of(source).shape:
         return None
     k = int(dim) % len(dims)
+    if len(dims[k]) == 1 and isinstance(dims[k][0], Window):  # a slice of the result: the result, then its part
+        return _part(lifter, node, dims, k)
     if int(value_of(index).shape[k]) != 1:
         return None
     narrow: Dims = (*dims[:k], (), *dims[k + 1 :])
     args = (lifter.request(base, dims), lifter.request(index, narrow), lifter.request(source, narrow))
     template = Template((Slot(0), k, Slot(1), Slot(2)), ())
     return lifter.terms.along(torch.scatter, template, dims, (dims, narrow, narrow), args)
+
+
+def _part(lifter: Lifter, node: Node, dims: Dims, k: int) -> Term:
+    window: Any = dims[k][0]
+    every = lifter.bind((node, "whole"), window.size, dims, "w")
+    full = lifter.request(node, (*dims[:k], every, *dims[k + 1 :]))
+    piece = None if same_size(window.base.size, 1) else window.base
+    return lifter.terms.part(full, every[0], piece, window.offset)

@@ -99,19 +99,21 @@ class Lifter:
         self.terms = Terms()
         self.interior = interior
         self.bound: list[Dim] = []
-        self._memo: dict[tuple[Node, Dims], Term] = {}
+        self.backward = False  # reading the backward: a gradient scattered into a concatenation is opened
+        self.memo: dict[tuple[Node, Dims], Term] = {}
         self._seen: dict[Node, Dims] = {}
         self.asked: dict[Term, tuple[Node, Dims]] = {}
+        self._closed: set[Node] = set()  # operands of contractions: read as leaves everywhere
 
     def request(self, node: Node, dims: Dims) -> Term:
         """The term of ``node`` at ``dims``.  Raises ``Refine``, ``Irregular`` or ``CannotWindow``."""
         key = (node, dims)
-        term = self._memo.get(key)
+        term = self.memo.get(key)
         if term is None:
-            if len(self._memo) > BUDGET:
+            if len(self.memo) > BUDGET:
                 raise Irregular("the neighbourhood is too large to be read as one attention")
             term = self._lift(node, dims)
-            self._memo[key] = term
+            self.memo[key] = term
             self.asked.setdefault(term, key)
         return term
 
@@ -129,6 +131,8 @@ class Lifter:
                 node = node.args[0]  # type: ignore[assignment]
             else:
                 break
+        if node not in self.interior:
+            self._closed.add(node)
         return self.leaf(node, dims)
 
     def leaf(self, node: Node, dims: Dims) -> Term:
@@ -177,7 +181,7 @@ class Lifter:
         return self.request(node, mine)
 
     def _lift(self, node: Node, dims: Dims) -> Term:
-        if not is_call(node):
+        if not is_call(node) or node in self._closed:
             return self.leaf(node, dims)
         name = opname(node)
         try:
@@ -187,8 +191,6 @@ class Lifter:
                 raise
             lifted = None
         except Irregular:
-            if node in self.interior:
-                raise
             lifted = None
         return self.leaf(node, dims) if lifted is None else lifted
 
@@ -205,7 +207,7 @@ class Lifter:
         if name == "iota":
             return pointwise.iota
         if name in PIECEWISE:
-            return pieces.lift
+            return pieces.lift if inside or name == "slice" or (name == "slice_scatter" and self.backward) else None
         if name == "index" and not inside:
             return pieces.identity_gather
         if name in CONTRACTIONS:
