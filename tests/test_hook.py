@@ -101,6 +101,11 @@ def test_one_scope_object_serves_again_and_nested(seen: list[torch.fx.Graph]) ->
     assert len(seen) == 2
 
 
+def test_leaving_a_scope_that_was_not_entered_here() -> None:
+    with pytest.raises(RuntimeError, match=r"leaves an enabled\(\) scope that it did not enter"):
+        sdpa_rewrite.enabled().__exit__(None, None, None)
+
+
 def test_scope_as_a_decorator() -> None:
     assert sdpa_rewrite.enabled()(sdpa_rewrite.is_enabled)()
     assert not sdpa_rewrite.is_enabled()
