@@ -61,6 +61,8 @@ class EnabledScope(contextlib.ContextDecorator):
         _scopes.set((*_scopes.get(), scope))
 
     def __exit__(self, *exception: object) -> None:
+        if not _scopes.get():
+            raise RuntimeError("this thread (or context) leaves an enabled() scope that it did not enter")
         *outer, scope = _scopes.get()
         _scopes.set(tuple(outer))
         scope.__exit__(*exception)
