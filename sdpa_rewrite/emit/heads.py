@@ -1,0 +1,40 @@
+"""How the batch axes of a site become the batch and head dimensions of a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sdpa_rewrite.algebra.axes import Atom, Dim
+from sdpa_rewrite.site import Site
+
+
+@dataclass(frozen=True)
+class Heads:
+    """``batch`` and ``heads`` of query and output; key and value have the ``shared`` heads, ``group`` fewer."""
+
+    batch: Dim
+    shared: Dim
+    group: Dim
+
+    @property
+    def heads(self) -> Dim:
+        return (*self.shared, *self.group)
+
+
+def heads_of(site: Site, varying: frozenset[Atom] = frozenset()) -> Heads:
+    """Grouped heads innermost; the other axes so that a bias over the axes ``varying`` is a broadcast, not a copy."""
+    axes = site.key.axes | site.value.axes
+    group = tuple(a for a in site.batch if a not in axes)
+    rest = tuple(a for a in site.batch if a in axes)
+    inside = varying & set(rest)
+    if inside and inside != set(rest) and not group:
+        a = tuple(x for x in rest if x in inside)
+        b = tuple(x for x in rest if x not in inside)
+        return Heads(a, b, ()) if rest[0] in inside else Heads(b, a, ())
+    if not group:
+        return Heads(rest[:-1], rest[-1:], ()) if len(rest) > 1 else Heads(rest, (), ())
+    if not rest:
+        return Heads((), (), group)
+    if len(rest) == 1:
+        return Heads(rest, (), group) if len(site.batch) > 1 and site.batch[0] is rest[0] else Heads((), rest, group)
+    return Heads(rest[:-1], rest[-1:], group)

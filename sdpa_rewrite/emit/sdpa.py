@@ -1,0 +1,313 @@
+"""The ``sdpa`` emitter: ATen's scaled dot-product attention.
+
+Takes score programs of the form ``scale * s + mask``.  Where ATen's kernels mean something else than what the
+user wrote (a row masked as a whole, a NaN), the difference is put right at O(rows) cost:
+
+- ATen gives 0 for a row whose logits are all -inf (or NaN); softmax as written gives NaN.  The kernel's logsumexp
+  tells such rows; in training a NaN is also put into the row's query, so that gradients are NaN where they were.
+- ``masked_fill(mask, -1e9)`` makes a row masked as a whole uniform; as an added bias it would not be.  The query of
+  such a row is set to zero, which makes its scores equal.
+"""
+
+from __future__ import annotations
+
+import math
+
+import sympy
+import torch
+from torch import Tensor
+
+from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, product, same_size
+from sdpa_rewrite.algebra.interpret import evaluate
+from sdpa_rewrite.algebra.term import Term
+from sdpa_rewrite.emit.affine import Affine, Fill, NotAffine, affine
+from sdpa_rewrite.emit.arrange import RealWorld
+from sdpa_rewrite.emit.base import Inputs, compute_dtype, device_of, dtype_of
+from sdpa_rewrite.emit.heads import Heads, heads_of
+from sdpa_rewrite.site import Site
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INFINITY = float("inf")
+
+
+class SDPA:
+    """ATen's fused kernels: flash attention on CPU; on CUDA whichever of its kernels torch selects."""
+
+    name = "sdpa"
+
+    def reasons_against(self, site: Site) -> list[str]:
+        """Why ATen's kernels cannot take the site."""
+        reasons = [*_program_reasons(site), *_type_reasons(site)]
+        if device_of(site).type == "cpu":
+            reasons += _cpu_reasons(site)
+        elif device_of(site).type == "cuda":
+            reasons += _cuda_reasons(site)
+        else:
+            reasons.append(f"no SDPA kernel for {device_of(site).type}")
+        return reasons
+
+    def emit(self, site: Site, inputs: Inputs) -> tuple[Tensor, Dims]:
+        """Call the kernel; the output has the dimensions batch, heads, rows, width."""
+        form = affine(site)
+        heads = heads_of(site, _varying(site, form))
+        dtype = compute_dtype(site)
+        q, k, v = (_operand(site, inputs, role, heads).to(dtype) for role in ("query", "key", "value"))
+        causal = form.causal(site)
+        world = _mask_world(site, inputs, heads, dtype)
+        q, scale = _scaled(site, inputs, form, heads, q, world)
+        mask, q = (None, q) if causal else _mask(site, form, heads, world, q)
+        width = v.shape[-1]
+        q, k, v = _equal_widths(site, q, k, v)
+        run = _cpu if device_of(site).type == "cpu" else _other
+        out, logsumexp = run(q, k, v, mask, causal, scale)
+        if not same_size(product(site.depth), product(site.width)):
+            out = out[..., :width]
+        if logsumexp is not None:
+            out = _finish(site, inputs, heads, out, logsumexp)
+        out = _weighted(site, inputs, heads, out)
+        return out.to(dtype_of(site.result)), (heads.batch, heads.heads, site.rows, site.width)
+
+
+def _program_reasons(site: Site) -> list[str]:
+    reasons = []
+    try:
+        form = affine(site)
+        if site.training and form.scale.op != "number" and _is_nan_scale(form.scale):
+            reasons.append("the scale is not a number")
+    except NotAffine as error:
+        return [str(error)]
+    if site.softmax == "safe" and form.floor is not None:
+        reasons.append("safe softmax over clamped scores")
+    if _weight_factor(site) is None:
+        reasons.append("the probabilities are changed after the softmax (dropout or another weight program)")
+    if site.sink is not None and (site.training or device_of(site).type != "cpu"):
+        reasons.append("a sink: ATen's logsumexp has no gradient")
+    masks = {g.role for g in site.gradients} - {"query", "key", "value"}
+    bias = {name for t in (*form.bias, *(f.condition for f in form.fills)) for name in _captures(t)}
+    if masks & bias:
+        reasons.append("the mask (bias) needs a gradient")
+    return reasons
+
+
+def _is_nan_scale(term: Term) -> bool:
+    return term.op == "number" and isinstance(term.attr, float) and math.isnan(term.attr)
+
+
+def _captures(term: Term) -> list[str]:
+    names = [term.attr] if term.op == "hole" else []
+    return names + [n for a in term.args for n in _captures(a)]
+
+
+def _type_reasons(site: Site) -> list[str]:
+    reasons = []
+    for role in ("query", "key", "value"):
+        dtype = dtype_of(getattr(site, role))
+        if dtype not in FLOATS:
+            reasons.append(f"the {role} is {dtype}")
+    if dtype_of(site.result) not in FLOATS:
+        reasons.append(f"the output is {dtype_of(site.result)}")
+    for name, dim in (("rows", site.rows), ("columns", site.columns), ("depth", site.depth), ("width", site.width)):
+        if same_size(product(dim), 0) or any(same_size(a.size, 0) for a in site.batch):
+            reasons.append(f"an empty dimension ({name})")
+            break
+    return reasons
+
+
+def _cpu_reasons(site: Site) -> list[str]:
+    depth, width = product(site.depth), product(site.width)
+    if same_size(depth, width):
+        return []
+    if isinstance(depth, int) and isinstance(width, int):
+        return []  # padded with zeros to the larger one
+    return ["head sizes of query and value differ by a symbolic amount"]
+
+
+def _cuda_reasons(site: Site) -> list[str]:
+    if compute_dtype(site) == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
+        return ["float32 on CUDA: the fused kernels use TF32, which is not allowed here"]
+    if compute_dtype(site) == torch.float64:
+        return ["float64 on CUDA has no fused kernel"]
+    return []
+
+
+def _varying(site: Site, form: Affine) -> frozenset[Atom]:
+    axes: set[Atom] = set()
+    for term in (*form.bias, *(f.condition for f in form.fills)):
+        axes |= term.axes
+    return frozenset(axes & set(site.batch))
+
+
+def _operand(site: Site, inputs: Inputs, role: str, heads: Heads) -> Tensor:
+    """Query, key or value as (batch, heads, rows or columns, depth or width); grouped heads are not repeated."""
+    last = {"query": (site.rows, site.depth), "key": (site.columns, site.depth), "value": (site.columns, site.width)}
+    shared = heads.heads if role == "query" else heads.shared
+    x = inputs.arranged(role, [heads.batch, shared, *last[role]])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _scaled(
+    site: Site, inputs: Inputs, form: Affine, heads: Heads, q: Tensor, world: RealWorld
+) -> tuple[Tensor, float]:
+    """A number goes to the kernel as its scale; anything else multiplies the query."""
+    scale = form.scale
+    if scale.op == "number" and not isinstance(scale.attr, sympy.Basic):
+        return q, float(scale.attr)
+    if scale.op == "number":
+        return q * world.sizes.number(scale.attr), 1.0
+    factor = _grouped(site, heads, evaluate(scale, world), world)
+    return (q * factor).to(q.dtype), 1.0
+
+
+def _mask_world(site: Site, inputs: Inputs, heads: Heads, dtype: torch.dtype) -> RealWorld:
+    order = [*heads.batch, *heads.heads, *site.rows, *site.columns]
+    wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    return inputs.world(site, order, wide)
+
+
+def _grouped(site: Site, heads: Heads, x: Tensor, world: RealWorld) -> Tensor:
+    """Over all axes -> (batch, heads, rows, columns), each of size one where ``x`` does not vary."""
+    groups: list[Dim] = [heads.batch, heads.heads, site.rows, site.columns]
+    x = x.reshape([1] * (len(world.order) - x.dim()) + list(x.shape))
+    full: list[int] = []
+    shape: list[int] = []
+    at = 0
+    for group in groups:
+        wide = any(not _one(x.shape[at + k]) for k in range(len(group)))
+        extent = 1
+        for atom in group:
+            n = world.size(atom) if wide else 1
+            full.append(n)
+            extent = extent * n
+            at += 1
+        shape.append(extent)
+    return x.expand(full).reshape(shape)
+
+
+def _one(n: int) -> bool:
+    return isinstance(n, int) and n == 1
+
+
+def _mask(site: Site, form: Affine, heads: Heads, world: RealWorld, q: Tensor) -> tuple[Tensor | None, Tensor]:
+    """The additive mask, and the query with rows that are masked as a whole put right."""
+    parts = [evaluate(b, world) for b in form.bias]
+    for fill in form.fills:
+        parts.append(_fill(fill, world))
+    if not parts:
+        return None, q
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    if form.floor is not None:
+        total = torch.clamp_min(total, form.floor)
+    q = _uniform_rows(site, form, heads, world, q)
+    mask = _grouped(site, heads, total, world)
+    if site.training and site.softmax == "softmax" and site.sink is None and may_be_empty(form):
+        empty = (mask == -INFINITY).all(-1, keepdim=True)
+        q = q + torch.where(empty, math.nan, 0.0).to(q.dtype)
+    if mask.dtype != q.dtype and mask.dtype != torch.float32:
+        mask = mask.to(torch.float32 if q.dtype != torch.float64 else q.dtype)
+    return mask, q
+
+
+def _fill(fill: Fill, world: RealWorld) -> Tensor:
+    zero, value = world.number(0.0), world.number(fill.value)
+    return torch.where(evaluate(fill.condition, world), value, zero)
+
+
+def _uniform_rows(site: Site, form: Affine, heads: Heads, world: RealWorld, q: Tensor) -> Tensor:
+    """Rows filled as a whole with a finite value that does not absorb the scores: uniform, as written."""
+    finite = [f for f in form.fills if not f.absorbs]
+    if not finite:
+        return q
+    masked = evaluate(finite[0].condition, world)
+    for fill in finite[1:]:
+        masked = masked | evaluate(fill.condition, world)
+    full = _grouped(site, heads, masked, world).all(-1, keepdim=True)
+    return torch.where(full, torch.zeros((), dtype=q.dtype, device=q.device), q)
+
+
+def may_be_empty(form: Affine) -> bool:
+    """Whether a row may consist of -inf only."""
+    if form.floor is not None:
+        return False
+    return any(math.isinf(f.value) for f in form.fills) or any(_may_be_infinite(b) for b in form.bias)
+
+
+def _may_be_infinite(term: Term) -> bool:
+    if term.op == "number":
+        return isinstance(term.attr, float) and math.isinf(term.attr)
+    if term.op in ("float", "int", "index"):
+        return False
+    if term.op in ("add", "mul", "maximum", "minimum"):
+        return any(_may_be_infinite(a) for a in term.args)
+    if term.op == "where":
+        return any(_may_be_infinite(a) for a in term.args[1:])
+    return True
+
+
+def _equal_widths(site: Site, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """ATen wants one head size: zeros change neither the scores nor the outputs that are kept."""
+    depth, width = product(site.depth), product(site.width)
+    if same_size(depth, width):
+        return q, k, v
+    assert isinstance(depth, int) and isinstance(width, int)
+    pad = torch.nn.functional.pad
+    if depth > width:
+        return q, k, pad(v, (0, depth - width))
+    return pad(q, (0, width - depth)), pad(k, (0, width - depth)), v
+
+
+def _cpu(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, logsumexp = flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return out, logsumexp
+
+
+def _other(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    mask = mask.to(q.dtype) if mask is not None else None
+    gqa = q.shape[1] != k.shape[1]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
+    )
+    return out, None
+
+
+def _finish(site: Site, inputs: Inputs, heads: Heads, out: Tensor, logsumexp: Tensor) -> Tensor:
+    """NaN rows where softmax gives NaN; the sink's share taken off."""
+    logsumexp = logsumexp.detach()
+    if site.sink is not None:
+        order = [*heads.batch, *heads.heads, *site.rows, *site.columns]
+        world = inputs.world(site, order, torch.float32)
+        sink = _grouped(site, heads, evaluate(site.sink, world), world)[..., 0]
+        share = torch.sigmoid(logsumexp.to(torch.float32) - sink)
+        return (out * share[..., None]).to(out.dtype)
+    if site.softmax == "safe":
+        return out
+    dead = (logsumexp == -INFINITY) | logsumexp.isnan()
+    return torch.where(dead[..., None], torch.full((), math.nan, dtype=out.dtype, device=out.device), out)
+
+
+def _weight_factor(site: Site) -> Term | None:
+    """The weight program as a factor per row, or None where it is more than that."""
+    hole = site.terms.hole("probability", site.scores_axes)
+    if site.weight is hole:
+        return site.terms.number(1.0)
+    if site.weight.op == "mul" and hole in site.weight.args:
+        factor = next((a for a in site.weight.args if a is not hole), None)
+        if factor is not None and not factor.axes & set(site.columns):
+            return factor
+    return None
+
+
+def _weighted(site: Site, inputs: Inputs, heads: Heads, out: Tensor) -> Tensor:
+    factor = _weight_factor(site)
+    assert factor is not None
+    if factor.op == "number" and factor.attr == 1.0:
+        return out
+    order = [*heads.batch, *heads.heads, *site.rows, *site.columns]
+    world = inputs.world(site, order, out.dtype)
+    return (out * _grouped(site, heads, evaluate(factor, world), world)).to(out.dtype)

@@ -1,0 +1,261 @@
+"""The only editor of graphs.
+
+A replacement is plain differentiable PyTorch over the site's operands.  It is traced, forward and backward, to a
+graph, spliced in beside the original, checked against it, and only then do readers move over.  Until that moment
+nothing of the original has changed; whatever fails takes the new nodes out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sdpa_rewrite.algebra.axes import Dims, Irregular, Refine, shape_of, size_of
+from sdpa_rewrite.emit.arrange import Sizes, Unavailable, arrange, restrided
+from sdpa_rewrite.emit.base import Emitter, Inputs
+from sdpa_rewrite.lift.layout import push
+from sdpa_rewrite.lift.ops import LAYOUT, is_call, opname
+from sdpa_rewrite.site import Gradient, Operand, Site
+
+CARRIED = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals", "original_aten", "from_node")  # not carried
+
+
+class Refused(Exception):
+    """The replacement does not fit the graph; the message says how."""
+
+
+@dataclass
+class Traced:
+    """A replacement as a graph: its inputs by role, its outputs in the order ``result``, then the gradients."""
+
+    module: GraphModule
+    inputs: list[Node]
+    results: list[Operand]
+
+
+@dataclass
+class Splice:
+    """New nodes put beside the original, until they are committed or taken out."""
+
+    graph: Graph
+    added: list[Node] = field(default_factory=list)
+    attributes: list[str] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Take the new nodes out again."""
+        for node in reversed(self.added):
+            self.graph.erase_node(node)
+        for name in self.attributes:
+            delattr(self.graph.owning_module, name)
+
+
+def rewrite(graph: Graph, site: Site, emitter: Emitter, order: dict[Node, int]) -> list[Node]:
+    """Replace the site by what ``emitter`` makes of it.  Returns the new nodes; raises ``Refused`` and leaves no trace."""
+    result = settled(site.result)
+    gradients = tuple(Gradient(g.role, settled(g.result)) for g in site.gradients)
+    try:
+        traced = trace(site, emitter, result, gradients, graph)
+    except (Unavailable, Irregular, Refine) as error:
+        raise Refused(str(error)) from error
+    splice = Splice(graph)
+    try:
+        outputs = insert(splice, traced, result, gradients, order)
+        check(outputs, traced.results)
+    except BaseException:
+        splice.undo()
+        raise
+    for old, new in zip(traced.results, outputs, strict=True):
+        old.node.replace_all_uses_with(new)
+    for old in traced.results:
+        prune(graph, old.node)
+    return splice.added
+
+
+def settled(operand: Operand) -> Operand:
+    """Past the layout operators that only this result goes through: where the kernel's own layout may fit as it is."""
+    node, dims = operand.node, operand.dims
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if not is_call(user) or opname(user) not in LAYOUT or opname(user) in ("expand", "repeat"):
+            break
+        try:
+            dims = push(user, dims, _no_axis)
+        except (Irregular, Refine):
+            break
+        node = user
+    return Operand(node, dims)
+
+
+def _no_axis(position: int, size: Any) -> Any:
+    raise Irregular("a new axis")
+
+
+def trace(site: Site, emitter: Emitter, result: Operand, gradients: tuple[Gradient, ...], graph: Graph) -> Traced:
+    """The replacement, forward and backward, as a graph over the tensors of the site's operands."""
+    roles: dict[str, Operand] = {"query": site.query, "key": site.key, "value": site.value}
+    roles |= {c.name: c.operand for c in site.captures}
+    numbers = _numbers(site, graph)
+    nodes = [o.node for o in roles.values()]
+    if gradients:
+        assert site.cotangent is not None
+        nodes.append(site.cotangent.node)
+    nodes += list(numbers.values())
+    wanted = list(dict.fromkeys(g.role for g in gradients))
+    decompositions = _decompositions()
+
+    def joint(*values: Any) -> list[Tensor]:
+        tensors = dict(zip(roles, values, strict=False))
+        symbols = dict(zip(numbers, values[len(values) - len(numbers) :], strict=True)) if numbers else {}
+        sizes = Sizes([(tensors[r], o.dims) for r, o in roles.items()], symbols)
+        with torch.enable_grad():
+            leaves = {r: x.detach().requires_grad_(r in wanted) for r, x in tensors.items()} if wanted else tensors
+            out, dims = emitter.emit(site, Inputs({r: (leaves[r], o.dims) for r, o in roles.items()}, sizes))
+            final = restrided(arrange(out, dims, result.dims, sizes), result.node.meta["val"])
+            if not wanted:
+                return [final]
+            assert site.cotangent is not None
+            cotangent = arrange(values[len(roles)], site.cotangent.dims, dims, sizes).to(out.dtype)
+            grads = torch.autograd.grad(out, [leaves[r] for r in wanted], cotangent, allow_unused=True)
+        found = dict(zip(wanted, grads, strict=True))
+        return [final.detach(), *(_gradient(g, found[g.role], roles[g.role], sizes) for g in gradients)]
+
+    examples = [n.meta["val"] for n in nodes]
+    mode = torch._guards.detect_fake_mode(examples)
+    if mode is None:
+        raise Refused("the graph has no fake tensors")
+    with mode, torch.no_grad():
+        module = make_fx(joint, decompositions, tracing_mode="real")(*examples)
+    return Traced(module, nodes, [result, *(g.result for g in gradients)])
+
+
+def _gradient(gradient: Gradient, value: Tensor | None, role: Operand, sizes: Sizes) -> Tensor:
+    like = gradient.result.node.meta["val"]
+    if value is None:
+        raise Refused(f"the replacement has no gradient for {gradient.role}")
+    return restrided(arrange(value, role.dims, gradient.result.dims, sizes).to(like.dtype), like)
+
+
+def _decompositions() -> dict[Any, Any]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def _numbers(site: Site, graph: Graph) -> dict[sympy.Symbol, Node]:
+    """Nodes that hold the symbols of the site's symbolic numbers, as far as they come before it."""
+    from sdpa_rewrite.algebra.term import subterms
+
+    programs = [site.score, site.weight, *((site.sink,) if site.sink is not None else ())]
+    wanted = {
+        s
+        for program in programs
+        for t in subterms(program)
+        if t.op == "number" and isinstance(t.attr, sympy.Basic)
+        for s in t.attr.free_symbols
+    }
+    found: dict[sympy.Symbol, Node] = {}
+    if not wanted:
+        return found
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat)) and value.node.expr in wanted:
+            found.setdefault(value.node.expr, node)
+        if node is site.result.node or len(found) == len(wanted):
+            break
+    return found
+
+
+def insert(
+    splice: Splice, traced: Traced, result: Operand, gradients: tuple[Gradient, ...], order: dict[Node, int]
+) -> list[Node]:
+    """Copy the traced nodes in: the forward before the old result, what needs the cotangent before the first gradient."""
+    inner = traced.module.graph
+    placeholders = [n for n in inner.nodes if n.op == "placeholder"]
+    copies: dict[Node, Node] = dict(zip(placeholders, traced.inputs, strict=True))
+    first = min((g.result.node for g in gradients), key=order.__getitem__, default=result.node)
+    late = _late(inner, placeholders, len(placeholders) if not gradients else _cotangent_at(traced, placeholders))
+    outputs: list[Node] = []
+    for node in inner.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            outputs = [copies[n] for n in node.args[0]]
+            continue
+        before = first if node in late else result.node
+        with splice.graph.inserting_before(before):
+            copy = splice.graph.node_copy(node, copies.__getitem__)
+        copy.meta = {k: v for k, v in before.meta.items() if k not in CARRIED}
+        copy.meta |= {k: node.meta[k] for k in ("val", "tensor_meta") if k in node.meta}
+        order[copy] = order[before]
+        copies[node] = copy
+        splice.added.append(copy)
+        if copy.op == "get_attr":
+            _adopt(splice, traced.module, copy)
+    return outputs
+
+
+def _cotangent_at(traced: Traced, placeholders: list[Node]) -> int:
+    roles = len(placeholders) - 1
+    while roles >= 0 and not isinstance(placeholders[roles].meta.get("val"), torch.Tensor):
+        roles -= 1
+    return roles
+
+
+def _late(inner: Graph, placeholders: list[Node], cotangent: int) -> set[Node]:
+    late = set(placeholders[cotangent : cotangent + 1])
+    for node in inner.nodes:
+        if any(n in late for n in node.all_input_nodes):
+            late.add(node)
+    return late
+
+
+def _adopt(splice: Splice, module: GraphModule, node: Node) -> None:
+    """A constant or a subgraph of the replacement becomes one of the graph's own."""
+    owner = splice.graph.owning_module
+    value = getattr(module, str(node.target))
+    k = 0
+    while hasattr(owner, f"sdpa_rewrite_{k}"):
+        k += 1
+    name = f"sdpa_rewrite_{k}"
+    setattr(owner, name, value)
+    node.target = name
+    splice.attributes.append(name)
+
+
+def check(outputs: Iterable[Node], originals: Iterable[Operand]) -> None:
+    """Each new value has the shape, type, device and strides of the old.  Raises ``Refused``."""
+    for new, old in zip(outputs, originals, strict=True):
+        a, b = new.meta["val"], old.node.meta["val"]
+        for what, x, y in (
+            ("shape", shape_of(a), shape_of(b)),
+            ("dtype", a.dtype, b.dtype),
+            ("device", a.device, b.device),
+        ):
+            if x != y:
+                raise Refused(f"the replacement of {old.node.name} has {what} {x} instead of {y}")
+        strides = [(size_of(s), size_of(t)) for n, s, t in zip(b.shape, a.stride(), b.stride(), strict=True) if n != 1]
+        if any(s != t for s, t in strides):
+            raise Refused(f"the replacement of {old.node.name} has strides {a.stride()} instead of {b.stride()}")
+
+
+def prune(graph: Graph, node: Node) -> None:
+    """Erase ``node`` and what was only there for it."""
+    stack = [node]
+    while stack:
+        top = stack.pop()
+        if top.users or top.op in ("placeholder", "output") or top._erased:
+            continue
+        sources = list(top.all_input_nodes)
+        graph.erase_node(top)
+        stack.extend(sources)
+
+
+def dims_of(operand: Operand) -> Dims:
+    return operand.dims
