@@ -25,6 +25,7 @@ from sdpa_rewrite.lift.ops import (
     CONTRACTIONS,
     LAYOUT,
     REDUCTIONS,
+    SHAPE_READERS,
     is_call,
     is_pointwise,
     is_tensor,
@@ -86,7 +87,7 @@ def follow(site: Site, lifter: Lifter, candidate: Candidate, order: dict[Node, i
 
     def enqueue(node: Node) -> None:
         for user in node.users:
-            if user in below or user is candidate.product:
+            if user in below or user is candidate.product or opname(user) in SHAPE_READERS:
                 continue
             if user not in queued:
                 queued.add(user)
@@ -134,10 +135,25 @@ def _windowed(dims: Dims) -> bool:
 def _term(found: Backward, node: Node, dims: Dims) -> Term | None:
     """What ``node`` computes; None where it cannot be read, which keeps it from being named a gradient."""
     found.lifter.interior.add(node)
+    _hint(found, node)
     try:
         return found.lifter.request(node, dims)
     except (Irregular, CannotWindow):
         return None
+
+
+def _hint(found: Backward, node: Node) -> None:
+    """Tell the lifter which axes ``node`` sums over: those that its input is known to have."""
+    name = opname(node)
+    if name in REDUCTIONS and node.args[0] in found.known:
+        dims = found.known[node.args[0]]  # type: ignore[index]
+        found.lifter.hints |= {(node, k): dims[k] for k in reductions.reduced_dims(node)[0]}
+    elif name in ("bmm", "mm"):
+        left, right = node.args[:2]
+        if left in found.known:
+            found.lifter.hints[node, "k"] = found.known[left][-1]  # type: ignore[index]
+        elif right in found.known:
+            found.lifter.hints[node, "k"] = found.known[right][-2]  # type: ignore[index]
 
 
 def _step(found: Backward, node: Node) -> Dims | None:
@@ -157,7 +173,7 @@ def _step(found: Backward, node: Node) -> Dims | None:
             return _largest(found, node)
         if name == "slice" and first in found.known:
             return _cut(found, node, found.known[first])
-        if name in ("scatter", "slice_scatter", "cat") or is_pointwise(node) or name in CASTS:
+        if name in ("scatter", "slice_scatter", "cat", "copy") or is_pointwise(node) or name in CASTS:
             return _combined(found, node)
     except Irregular:
         return None

@@ -15,9 +15,11 @@ from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Irregular, Window, atoms_
 from sdpa_rewrite.algebra.term import Term, Terms, subterms, summands
 from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
 from sdpa_rewrite.lift.ops import (
+    CASTS,
     CONTRACTIONS,
     LAYOUT,
     PIECEWISE,
+    SHAPE_READERS,
     SOFTMAXES,
     is_call,
     is_pointwise,
@@ -29,7 +31,6 @@ from sdpa_rewrite.lift.ops import (
 from sdpa_rewrite.site import Capture, Miss, Operand, Site
 
 REACH = 400  # nodes looked at on each side of a softmax
-NORMALISERS = SOFTMAXES | {"sum", "logsumexp"}
 BARRIERS = frozenset({"convolution", "embedding", "native_layer_norm", "native_group_norm", "_native_batch_norm_legit"})
 
 
@@ -58,7 +59,7 @@ def candidates(graph: Graph) -> Iterator[Candidate]:
     order = {node: k for k, node in enumerate(graph.nodes)}
     taken: set[tuple[Node, int]] = set()
     for node in graph.nodes:
-        if not is_call(node) or opname(node) not in ("exp", "exp2", "_softmax", "_safe_softmax", "softmax"):
+        if not is_call(node) or not _normalised(node):
             continue
         found = _product_after(node, order)
         if found is None or found in taken:
@@ -68,10 +69,37 @@ def candidates(graph: Graph) -> Iterator[Candidate]:
         if not scores or node not in region:
             continue
         interior = _between(region, scores, order)
-        if node not in interior or not any(opname(n) in NORMALISERS for n in interior):
-            continue  # an exponential that nothing sums up is a gate, not a softmax
+        if node not in interior:
+            continue
         taken.add(found)
         yield Candidate(node, product, at, frozenset(interior), tuple(sorted(scores, key=order.__getitem__)))
+
+
+def _normalised(node: Node) -> bool:
+    """A softmax, or an exponential that is summed up or that has the logarithm of a sum taken off its exponent."""
+    if opname(node) in SOFTMAXES:
+        return True
+    if opname(node) not in ("exp", "exp2"):
+        return False
+    stack, seen = list(node.users), set(node.users)
+    while stack:
+        user = stack.pop()
+        if opname(user) == "sum":
+            return True
+        if opname(user) in LAYOUT or opname(user) in CASTS:
+            fresh = [u for u in user.users if u not in seen]
+            seen.update(fresh)
+            stack.extend(fresh)
+    exponent = node.args[0]
+    if not isinstance(exponent, Node) or opname(exponent) not in ("sub", "add"):
+        return False
+    return any(opname(_behind_layout(a)) in ("log", "logsumexp") for a in exponent.all_input_nodes)
+
+
+def _behind_layout(node: Node) -> Node:
+    while is_call(node) and (opname(node) in LAYOUT or opname(node) in CASTS):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _glue(node: Node) -> bool:
@@ -104,7 +132,7 @@ def _region(weights: Node, width: int, limit: int) -> tuple[set[Node], set[Node]
     region, scores, queue = {weights}, set(), deque([weights])
     while queue and len(region) < REACH:
         node = queue.popleft()
-        if not is_call(node) or opname(node) in BARRIERS:
+        if not is_call(node) or opname(node) in BARRIERS or opname(node) in SHAPE_READERS:
             continue
         if opname(node) in CONTRACTIONS:
             if rank(node) == width:
@@ -121,7 +149,7 @@ def _between(region: set[Node], scores: set[Node], order: dict[Node, int]) -> se
     """The nodes of ``region`` that depend on one of ``scores``."""
     interior = set(scores)
     for node in sorted(region, key=order.__getitem__):
-        if any(source in interior for source in node.all_input_nodes):
+        if opname(node) not in SHAPE_READERS and any(source in interior for source in node.all_input_nodes):
             interior.add(node)
     return interior
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,10 +91,16 @@ class World(ABC):
     def gather(self, x: Tensor, dims: Dims) -> Tensor:
         """The inverse of ``spread``: ``x`` laid out as ``dims``, expanded where it does not vary."""
         atoms = atoms_of(dims)
-        x = x.expand([self.size(a) if a in atoms else -1 for a in self.order])
+        x = self.expanded(x, atoms)
         rest = [a for a in self.order if a not in atoms]
         x = x.permute([self.position[a] for a in (*atoms, *rest)])
         return x.reshape([self.extent(d) for d in dims])
+
+    def expanded(self, x: Tensor, atoms: Iterable[Atom]) -> Tensor:
+        """``x`` with all its dimensions (a number has none), full along ``atoms``."""
+        x = x.reshape([1] * (len(self.order) - x.dim()) + list(x.shape))
+        along = set(atoms)
+        return x.expand([self.size(a) if a in along else -1 for a in self.order])
 
     def extent(self, dim: Dim) -> Any:
         total = 1
@@ -158,14 +164,14 @@ def _reduce(term: Term, x: Tensor, world: World) -> Tensor:
     inner = term.args[0].axes
     dims = [world.position[a] for a in atoms]
     if any(a not in inner for a in atoms):  # a sum over an axis that the value does not vary along counts it
-        x = x.expand([world.size(a) if a in atoms else -1 for a in world.order])
+        x = world.expanded(x, atoms)
     return REDUCTIONS[kind](x, dims)
 
 
 def _part(term: Term, x: Tensor, world: World) -> Tensor:
     whole, piece, offset = term.attr
     at = world.position[whole]
-    x = x.expand([world.size(a) if a is whole else -1 for a in world.order])
+    x = world.expanded(x, (whole,))
     x = x.narrow(at, world.offset(offset), 1 if piece is None else world.size(piece))
     return x if piece is None else x.transpose(at, world.position[piece])
 
@@ -174,11 +180,11 @@ def _cat(term: Term, args: list[Tensor], world: World) -> Tensor:
     atom, pieces = term.attr
     at = world.position[atom]
     parts = []
-    for x, piece in zip(args, pieces, strict=True):
+    for value, piece in zip(args, pieces, strict=True):
+        x = world.expanded(value, ())
         if piece is not None and piece is not atom:
             where = world.position[piece]
-            x = x.expand([world.size(a) if a is piece else -1 for a in world.order])
-            x = x.transpose(where, at)
+            x = world.expanded(x, (piece,)).transpose(where, at)
         elif piece is atom:
             raise ValueError("a piece of a concatenation cannot run along the joined axis")
         parts.append(x)

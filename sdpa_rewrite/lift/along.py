@@ -11,7 +11,7 @@ from sdpa_rewrite.algebra.axes import Dims, Window, same_size
 from sdpa_rewrite.algebra.term import Slot, Term
 from sdpa_rewrite.lift import reductions
 from sdpa_rewrite.lift.ops import argument, opname, value_of
-from sdpa_rewrite.lift.pointwise import Template
+from sdpa_rewrite.lift.pointwise import template_of
 
 if TYPE_CHECKING:
     from sdpa_rewrite.lift.lifter import Lifter
@@ -33,7 +33,7 @@ def getitem(lifter: Lifter, node: Node, dims: Dims) -> Term | None:
     (k,), keep = reductions.reduced_dims(source)
     if not keep:
         return None
-    return lifter.terms.along(_largest_at, Template((Slot(0), k), ()), dims, (below,), (x,))
+    return lifter.terms.along(_largest_at, template_of((Slot(0), k)), dims, (below,), (x,))
 
 
 def whole(lifter: Lifter, node: Node, dims: Dims) -> Term | None:
@@ -50,7 +50,7 @@ def whole(lifter: Lifter, node: Node, dims: Dims) -> Term | None:
         return None
     narrow: Dims = (*dims[:k], (), *dims[k + 1 :])
     args = (lifter.request(base, dims), lifter.request(index, narrow), lifter.request(source, narrow))
-    template = Template((Slot(0), k, Slot(1), Slot(2)), ())
+    template = template_of((Slot(0), k, Slot(1), Slot(2)))
     return lifter.terms.along(torch.scatter, template, dims, (dims, narrow, narrow), args)
 
 

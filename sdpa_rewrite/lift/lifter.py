@@ -101,6 +101,7 @@ class Lifter:
         self.bound: list[Dim] = []
         self.backward = False  # reading the backward: a gradient scattered into a concatenation is opened
         self.memo: dict[tuple[Node, Dims], Term] = {}
+        self.hints: dict[Any, Dim] = {}  # axes for reduced dimensions, where the reader of the backward knows them
         self._seen: dict[Node, Dims] = {}
         self.asked: dict[Term, tuple[Node, Dims]] = {}
         self._closed: set[Node] = set()  # operands of contractions: read as leaves everywhere
@@ -162,7 +163,7 @@ class Lifter:
             return ()
         used = set(atoms_of(dims))
         used |= {a.base for a in used if isinstance(a, Window)}
-        for dim in self.bound:
+        for dim in (self.hints.get(key, ()), *self.bound):
             if dim and same_size(product(dim), size) and not used & set(dim):
                 return dim
         for trial in range(4):
@@ -199,6 +200,8 @@ class Lifter:
             return self.request(node.args[0], pull(node, dims))  # type: ignore[arg-type]
         if name in NUMBERS:
             return pointwise.constant(self, node, name)
+        if name == "copy" and value_of(node.args[1]).dtype == value_of(node).dtype:
+            return self.broadcast(node.args[1], dims)
         handler = self._handler(node, name, dims)
         return handler(self, node, dims) if handler else None
 

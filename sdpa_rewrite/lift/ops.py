@@ -18,6 +18,10 @@ CONTRACTIONS = frozenset({"bmm", "mm", "baddbmm", "addmm", "matmul"})
 REDUCTIONS = frozenset({"sum", "amax", "amin", "any", "all", "mean"})
 SOFTMAXES = frozenset({"_softmax", "_safe_softmax", "_log_softmax", "softmax"})
 PIECEWISE = frozenset({"slice", "cat", "slice_scatter", "select_scatter", "constant_pad_nd"})
+SHAPE_READERS = frozenset(  # they read what a tensor looks like, never what it holds
+    {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "new_empty", "new_empty_strided", "new_zeros"}
+    | {"new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"}
+)
 NUMBERS = frozenset({"full", "full_like", "scalar_tensor", "zeros", "zeros_like", "ones", "ones_like", "new_zeros"})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -187,20 +186,13 @@ def generic(lifter: Lifter, node: Node, dims: Dims) -> Term:
         return value
 
     kwargs = {k: v for k, v in node.kwargs.items() if k not in ("dtype", "device", "layout", "memory_format")}
-    template = pytree.tree_map(place, (tuple(node.args), kwargs))
-    positional, named = template
-    return lifter.terms.apply(_evaluator(node.target), Template(positional, tuple(sorted(named.items()))), *found)
+    positional, named = pytree.tree_map(place, (tuple(node.args), kwargs))
+    return lifter.terms.apply(node.target, template_of(positional, tuple(sorted(named.items()))), *found)
 
 
-def _evaluator(target: Any) -> Any:
-    return target if callable(target) else operator.call
-
-
-class Template(tuple):  # type: ignore[type-arg]
-    """A hashable (args, kwargs)."""
-
-    def __new__(cls, positional: Any, named: Any) -> Template:
-        return super().__new__(cls, (_freeze(positional), _freeze(named)))
+def template_of(positional: Any, named: Any = ()) -> tuple[Any, Any]:
+    """A hashable (args, kwargs), with ``Slot`` where a term goes."""
+    return _freeze(positional), _freeze(named)
 
 
 def _freeze(value: Any) -> Any:
