@@ -148,6 +148,11 @@ def _hint(found: Backward, node: Node) -> None:
     if name in REDUCTIONS and node.args[0] in found.known:
         dims = found.known[node.args[0]]  # type: ignore[index]
         found.lifter.hints |= {(node, k): dims[k] for k in reductions.reduced_dims(node)[0]}
+    elif name == "slice" and node.args[0] in found.known:
+        k = int(node.args[1] if len(node.args) > 1 else 0)  # type: ignore[arg-type]
+        found.lifter.hints[node, "whole"] = found.known[node.args[0]][k]  # type: ignore[index]
+    elif name == "scatter" and node in found.known:
+        found.lifter.hints[node, "whole"] = found.known[node][int(node.args[1])]  # type: ignore[arg-type]
     elif name in ("bmm", "mm"):
         left, right = node.args[:2]
         if left in found.known:

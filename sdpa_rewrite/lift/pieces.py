@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Irregular, Size, Window, same_size, shape_of
 from sdpa_rewrite.algebra.term import Term
-from sdpa_rewrite.lift.ops import argument, opname, value_of
+from sdpa_rewrite.lift.ops import NUMBERS, argument, is_call, opname, value_of
 
 if TYPE_CHECKING:
     from sdpa_rewrite.lift.lifter import Lifter
@@ -57,7 +57,25 @@ def _slice(lifter: Lifter, node: Node, dims: Dims) -> Term | None:
     if argument(node, 4, "step", 1) != 1:
         return None
     start, _ = bounds(node, 2, shape[k])
+    if not dims[k]:
+        return _position(lifter, node, dims, k, start) if source in lifter.interior else None
     return lifter.request(source, replaced(dims, k, window(lifter, dims[k], start, shape[k], (node, k))))
+
+
+def _position(lifter: Lifter, node: Node, dims: Dims, k: int, at: Size) -> Term:
+    """One position of a dimension: a whole piece of a concatenation, or the part of a value that stands there."""
+    source: Any = node.args[0]
+    whole = lifter.bind((node, "whole"), shape_of(value_of(source))[k], dims, "w")
+    if len(whole) != 1:
+        raise Irregular("one position of a dimension made of several axes")
+    term = lifter.request(source, replaced(dims, k, whole))
+    if term.op == "cat" and term.attr[0] is whole[0]:
+        start: Size = 0
+        for piece, arg in zip(term.attr[1], term.args, strict=True):
+            if piece is None and same_size(start, at):
+                return arg
+            start = start + (piece.size if piece is not None else 1)
+    return lifter.terms.part(term, whole[0], None, at)
 
 
 def replaced(dims: Dims, k: int, dim: Dim) -> Dims:
@@ -97,6 +115,10 @@ def join(lifter: Lifter, node: Node, dims: Dims, k: int, parts: list[Any]) -> Te
         mine = lifter.bind((node, k, n), size, dims, "p")
         if len(mine) > 1:
             raise Irregular("a concatenated piece of several axes")
+        if is_call(part) and opname(part) in NUMBERS:
+            pieces.append(mine[0] if mine else None)
+            terms.append(lifter.request(part, replaced(dims, k, mine)))
+            continue
         read = mine if offset is None else window(lifter, mine, offset, shape_of(value_of(part))[k], (node, n))
         pieces.append(mine[0] if mine else None)
         terms.append(lifter.request(part, replaced(dims, k, read)))
