@@ -52,7 +52,9 @@ def normalise(logits: Tensor, dims: list[int], sink: Tensor | None, kind: str) -
     if sink is not None:
         column = sink.permute(order).reshape(*(sink.shape[k] for k in order[: len(lead)]), -1)
         rows = torch.cat([rows, column.expand(*lead, 1)], -1)
-    out = torch.softmax(rows, -1)
+    # by hand: the values are tiny in a proof, where torch.softmax would wake up threads
+    exponentials = (rows - rows.amax(-1, keepdim=True).detach()).exp()
+    out = exponentials / exponentials.sum(-1, keepdim=True)
     if sink is not None:
         out, rows = out[..., :-1], rows[..., :-1]
     if kind == "safe":
