@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
@@ -43,6 +43,7 @@ class Candidate:
     weights_at: int
     interior: frozenset[Node]
     scores: tuple[Node, ...]
+    before: frozenset[Node] = field(default=frozenset(), repr=False)  # nodes looked at on the way to the scores
 
     @property
     def weights(self) -> Node:
@@ -72,7 +73,8 @@ def candidates(graph: Graph) -> Iterator[Candidate]:
         if node not in interior:
             continue
         taken.add(found)
-        yield Candidate(node, product, at, frozenset(interior), tuple(sorted(scores, key=order.__getitem__)))
+        first = tuple(sorted(scores, key=order.__getitem__))
+        yield Candidate(node, product, at, frozenset(interior), first, frozenset(region))
 
 
 def _normalised(node: Node) -> bool:

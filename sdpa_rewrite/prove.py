@@ -2,85 +2,216 @@
 
 Forward: the graph's own terms and the reference meaning of the site agree.  Backward: every node that the adjoint
 stage named is what autograd makes of the reference meaning.  Probabilistic identity testing, on generic values and
-on special ones (rows masked as a whole, -inf, finite minima), with every condition that reads the scores seen on
-both sides.
+on special ones (rows masked as a whole, -inf, finite minima), in several sizes.
+
+A proof must not be vacuous.  Every condition (a comparison, a maximum) is to be seen on both sides.  One that reads
+the scores is driven there by scores of all magnitudes.  One that does not (a relation of indices, say) may be set at
+will instead: what holds for any outcome of a condition holds for the outcome it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from sdpa_rewrite.algebra.interpret import evaluate
 from sdpa_rewrite.algebra.term import Term, contains, subterms
-from sdpa_rewrite.algebra.tiny import COMPARISONS, Inconsistent, TinyWorld, agree
+from sdpa_rewrite.algebra.tiny import COMPARISONS, Inconsistent, TinyWorld, agree, can_shrink
+from sdpa_rewrite.algebra.linear import is_linear
 from sdpa_rewrite.reference import attention
-from sdpa_rewrite.site import Miss, Site
+from sdpa_rewrite.site import Miss, Operand, Site
 
 NOT_EVALUATED = (Inconsistent, RuntimeError, IndexError, KeyError, TypeError, ValueError)  # what evaluation may raise
-GENERIC, SPECIAL, MOST = 2, 3, 12
+CONDITIONS = COMPARISONS | {"maximum", "minimum"}
+GENERIC, SPECIAL, MOST = 2, 3, 8  # draws: generic values, special values, and more while a condition is undecided
+Values = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """``term`` is the gradient of ``role``, of which ``operand`` is the tensor."""
+
+    term: Term
+    role: str
+    operand: Operand
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How one world is drawn.
+
+    ``pinned``: the scores are given values of their own, up to infinity, instead of the contraction's.
+    ``forced``: these conditions get random outcomes.
+    """
+
+    seed: int
+    special: bool = False
+    pinned: bool = False
+    forced: tuple[Term, ...] = ()
 
 
 @dataclass
-class Draw:
-    """One random world with the reference's inputs, output and (once a cotangent is known) gradients."""
+class Trial:
+    """One random world with the reference's inputs and output."""
 
     world: TinyWorld
     values: dict[str, Tensor]
     output: Tensor
-    gradients: dict[str, Tensor]
 
 
-def draw(site: Site, extra: Sequence[Term], seed: int, special: bool, grad: bool) -> Draw:
-    """Evaluate the reference meaning of ``site`` on fresh random data."""
+def try_out(site: Site, draw: Draw, extra: Sequence[Term] = (), wide: Mapping[str, Operand] | None = None) -> Trial:
+    """Evaluate the reference meaning of ``site`` on fresh random data; ``wide``: roles that gradients are wanted of."""
     inputs = {"query": site.query_term, "key": site.key_term, "value": site.value_term}
     generic = {t.attr[0] for t in inputs.values() if t.op == "leaf"}
     if site.cotangent_term is not None:
         generic |= {t.attr[0] for t in subterms(site.cotangent_term) if t.op == "leaf"}
-    world = TinyWorld([site.result_term, *inputs.values(), *extra], site.columns, generic, seed, special)
+    world = TinyWorld([site.result_term, *inputs.values(), *extra], site.columns, generic, draw.seed, draw.special)
+    for term in sorted(draw.forced, key=lambda t: t.order):
+        world.force(term)
     values = {name: evaluate(term, world) for name, term in inputs.items()}
-    values |= {c.name: evaluate(c.term, world) for c in site.captures}
-    if grad:
-        values = {n: v.detach().requires_grad_() if v.is_floating_point() else v for n, v in values.items()}
-    with torch.set_grad_enabled(grad):
-        output = attention(site, world, values)
-    return Draw(world, values, output, {})
+    values |= {c.name: world.expanded(evaluate(c.term, world), c.operand.axes) for c in site.captures}
+    for role, operand in (wide or {}).items():
+        values[role] = world.expanded(values[role], operand.axes).detach().clone().requires_grad_()
+    scores = None
+    if draw.pinned:
+        scores = world.extreme(site.scores_term, _constants(site))
+        world.values[site.scores_term] = scores
+    with torch.set_grad_enabled(bool(wide)):
+        return Trial(world, values, attention(site, world, values, scores))
+
+
+def _constants(site: Site) -> list[float]:
+    """Magnitudes that the scores are compared with."""
+    found = [
+        abs(float(n.attr))
+        for t in subterms(site.result_term)
+        if t.op in CONDITIONS and contains(t, site.scores_term)
+        for n in t.args
+        if n.op == "number" and isinstance(n.attr, (int, float)) and 0 < abs(n.attr) < 1e30
+    ]
+    return sorted(set(found))
+
+
+@dataclass
+class Watch:
+    """Which outcomes the conditions of a proof have had."""
+
+    terms: Sequence[Term]
+    scores: Term
+    open: dict[Term, set[bool]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = {t for term in self.terms for t in subterms(term) if t.op in CONDITIONS}
+        self.open = {t: set() for t in sorted(found, key=lambda t: t.order)}
+
+    def note(self, world: TinyWorld) -> None:
+        for term in list(self.open):
+            sides = self.open[term]
+            sides.update(_sides(term, world))
+            if len(sides) == 2:
+                del self.open[term]
+
+    def of_scores(self) -> list[Term]:
+        return [t for t in self.open if contains(t, self.scores)]
+
+    def of_others(self) -> tuple[Term, ...]:
+        return tuple(t for t in self.open if not contains(t, self.scores))
+
+
+def _sides(term: Term, world: TinyWorld) -> set[bool]:
+    value = world.values.get(term)
+    if value is None:
+        return set()
+    if value.dtype == torch.bool:
+        return {bool(v) for v in (value.any(), value.all())}
+    a, b = (world.values[x] for x in term.args)
+    less = a < b
+    return {bool(v) for v in (less.any(), not (a > b).any())}
+
+
+def draws(watch: Watch) -> Iterable[Draw]:
+    """The worlds of a proof: a fixed few, then more for conditions that have shown one side only."""
+    for seed in range(GENERIC + SPECIAL):
+        yield Draw(seed, special=seed >= GENERIC)
+    for seed in range(GENERIC + SPECIAL, MOST):
+        if watch.of_scores():
+            yield Draw(seed, special=True, pinned=True)
+    forced = watch.of_others()
+    if forced:
+        yield Draw(MOST, forced=forced)
+        yield Draw(MOST + 1, special=True, forced=forced)
 
 
 def forward(site: Site) -> None:
     """Raise ``Miss`` unless the site's meaning is what its output node computes."""
-    watched = [t for t in subterms(site.result_term) if t.op in COMPARISONS and contains(t, site.scores_term)]
-    seen: dict[Term, set[bool]] = {t: set() for t in watched}
-    for k in range(GENERIC + MOST):
-        special = k >= GENERIC
-        if k >= GENERIC + SPECIAL and all(len(s) == 2 for s in seen.values()):
-            return
+    watch = Watch([site.result_term], site.scores_term)
+    for draw in draws(watch):
         try:
-            trial = draw(site, (), seed=k, special=special, grad=False)
+            trial = try_out(site, draw)
             original = evaluate(site.result_term, trial.world)
         except NOT_EVALUATED as error:
             raise Miss(f"cannot be evaluated on a small instance: {error}", "proof", site.softmax_node) from error
         difference = agree(original, trial.output)
         if difference is not None:
-            kind = "with fully masked rows" if special else "on random data"
+            kind = "with fully masked rows" if draw.special else "on random data"
             raise Miss(f"its meaning differs from the graph {kind}, by {difference:.3g}", "proof", site.softmax_node)
-        for term, sides in seen.items():
-            value = trial.world.values.get(term)
-            if value is not None:
-                sides.update(bool(v) for v in value.unique())
-    stuck = next((t for t, sides in seen.items() if len(sides) < 2), None)
-    if stuck is not None:
+        watch.note(trial.world)
+    for stuck in watch.of_scores():
         raise Miss(f"a condition on the scores never changed in {MOST} draws: {stuck}", "proof", stuck.node)
 
 
-def gradients_of(trial: Draw, cotangent: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+def gradients(site: Site, claims: Sequence[Claim]) -> list[Claim]:
+    """The claims that hold: on every draw, and linear in the cotangent by construction."""
+    assert site.cotangent_term is not None
+    base = [site.result_term, site.cotangent_term]
+    own = set(subterms(site.result_term))
+    left = [c for c in claims if is_linear(c.term, site.cotangent_term, own, site.scores_term)]
+    left = [c for c in left if can_shrink([*base, c.term])]
+    for seed in range(2):  # most claims are refuted at once: what is left is looked at more closely
+        left = _agreeing(site, Draw(seed), left)
+    watch = Watch([site.result_term, *(c.term for c in left)], site.scores_term)
+    for draw in draws(watch):
+        left = _agreeing(site, draw, left, watch)
+    stuck = set(watch.of_scores())
+    return [c for c in left if not any(t in stuck for t in subterms(c.term))]
+
+
+def _agreeing(site: Site, draw: Draw, claims: list[Claim], watch: Watch | None = None) -> list[Claim]:
+    if not claims:
+        return []
+    assert site.cotangent_term is not None
+    widest: dict[str, Operand] = {}
+    for claim in claims:
+        if claim.role not in widest or len(widest[claim.role].axes) < len(claim.operand.axes):
+            widest[claim.role] = claim.operand
+    try:
+        trial = try_out(site, draw, [site.cotangent_term, *(c.term for c in claims)], widest)
+        cotangent = evaluate(site.cotangent_term, trial.world)
+        found = _autograd(trial, cotangent, list(widest))
+        kept = []
+        for claim in claims:
+            value = evaluate(claim.term, trial.world)
+            target = found.get(claim.role)
+            if target is None:
+                continue
+            extra = [trial.world.position[a] for a in widest[claim.role].axes - claim.operand.axes]
+            target = target.sum(extra, keepdim=True) if extra else target
+            if agree(trial.world.expanded(value, claim.operand.axes), target) is None:
+                kept.append(claim)
+    except NOT_EVALUATED as error:
+        raise Miss(f"the backward cannot be evaluated on a small instance: {error}", "backward") from error
+    if watch is not None:
+        watch.note(trial.world)
+    return kept
+
+
+def _autograd(trial: Trial, cotangent: Tensor, names: list[str]) -> dict[str, Tensor]:
     """Autograd of the reference meaning at ``names``; a role that the output does not depend on has no entry."""
-    wanted = [n for n in names if trial.values[n].requires_grad]
-    if not trial.output.requires_grad or not wanted:
+    if not trial.output.requires_grad:
         return {}
     cotangent = cotangent.expand_as(trial.output).to(trial.output.dtype)
-    got = torch.autograd.grad(trial.output, [trial.values[n] for n in wanted], cotangent, allow_unused=True)
-    return {n: g for n, g in zip(wanted, got, strict=True) if g is not None}
+    got = torch.autograd.grad(trial.output, [trial.values[n] for n in names], cotangent, allow_unused=True)
+    return {n: g for n, g in zip(names, got, strict=True) if g is not None}

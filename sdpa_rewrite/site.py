@@ -98,6 +98,20 @@ class Site:
     def with_backward(self, operand: Operand, term: Term, gradients: tuple[Gradient, ...]) -> Site:
         return replace(self, cotangent=operand, cotangent_term=term, gradients=gradients)
 
+    def with_operand(self, capture: Capture, operand: Operand) -> Site:
+        """The site that reads ``capture`` from ``operand``, which holds it along other axes."""
+        if operand.axes == capture.operand.axes:
+            return self
+        terms, name = self.terms, capture.name
+        holes = {terms.hole(name, capture.operand.axes): terms.hole(name, operand.axes)}
+        return replace(
+            self,
+            score=terms.substitute(self.score, holes),
+            weight=terms.substitute(self.weight, holes),
+            sink=terms.substitute(self.sink, holes) if self.sink is not None else None,
+            captures=tuple(replace(c, operand=operand) if c is capture else c for c in self.captures),
+        )
+
     def with_result(self, result: Operand) -> Site:
         return replace(self, result=result)
 

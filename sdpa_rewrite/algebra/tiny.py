@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sdpa_rewrite.algebra.axes import Atom, Size
-from sdpa_rewrite.algebra.interpret import World
+from sdpa_rewrite.algebra.interpret import World, evaluate
 from sdpa_rewrite.algebra.term import Term, subterms
 
 SIZES = (2, 3, 5, 4)
@@ -32,12 +32,12 @@ class Inconsistent(Exception):
 class TinySizes:
     """A small size for every size that occurs, the same wherever it occurs."""
 
-    def __init__(self, atoms: Iterable[Atom], joins: Iterable[tuple[Atom, Sequence[Atom | None]]]) -> None:
+    def __init__(self, atoms: Iterable[Atom], joins: Iterable[tuple[Atom, Sequence[Atom | None]]], turn: int = 0) -> None:
         self._sizes: dict[str, int] = {}
         totals = {str(a.size): pieces for a, pieces in joins}
         for atom in sorted(atoms, key=lambda a: a.name):
             if str(atom.size) not in totals:
-                self._sizes.setdefault(str(atom.size), SIZES[len(self._sizes) % len(SIZES)])
+                self._sizes.setdefault(str(atom.size), SIZES[(len(self._sizes) + turn) % len(SIZES)])
         for _ in range(len(totals)):  # a concatenation may be a piece of another
             for size, pieces in totals.items():
                 if all(p is None or str(p.size) in self._sizes for p in pieces):
@@ -66,7 +66,7 @@ class TinyWorld(World):
         found = {t for term in terms for t in subterms(term)}
         atoms = {a for t in found for a in _atoms(t)}
         joins = [t.attr for t in found if t.op == "cat"]
-        self.sizes = TinySizes(atoms, joins)
+        self.sizes = TinySizes(atoms, joins, turn=seed)
         super().__init__(sorted(atoms, key=lambda a: a.name))
         self.columns, self.generic = tuple(columns), generic
         self.seed, self.special = seed, special
@@ -140,6 +140,23 @@ class TinyWorld(World):
         if list(value.shape) != [self.extent(d) for d in dims]:
             raise Inconsistent(f"{node.name} is read in two shapes")
         return value
+
+    def force(self, term: Term) -> None:
+        """Give a condition (a comparison, a maximum, a minimum) random outcomes."""
+        shape = [self.size(a) if a in term.axes else 1 for a in self.order]
+        outcome = torch.rand(shape, generator=self.random) < 0.5
+        if term.op not in COMPARISONS:
+            outcome = torch.where(outcome, *(evaluate(a, self) for a in term.args))
+        self.values[term] = outcome
+
+    def extreme(self, scores: Term, constants: Sequence[float]) -> Tensor:
+        """Values for the scores of every magnitude, some of them (and a whole row) minus infinity."""
+        shape = [self.size(a) if a in scores.axes else 1 for a in self.order]
+        scales = torch.tensor([1.0, *(4 * c for c in constants), *(64 * c for c in constants)], dtype=torch.float64)
+        scale = scales[torch.randint(len(scales), shape, generator=self.random)]
+        value = torch.randn(shape, generator=self.random, dtype=torch.float64) * scale
+        value = torch.where(torch.rand(shape, generator=self.random) < 0.15, -INFINITY, value)
+        return self._rows(value, [self.position[a] for a in self.columns], -INFINITY, None)
 
     def _draw(self, node: Any, shape: list[int], columns: list[int]) -> Tensor:
         dtype = node.meta["val"].dtype

@@ -47,6 +47,7 @@ from sdpa_rewrite.lift.ops import (
     opname,
     value_of,
 )
+from sdpa_rewrite.site import Operand
 
 BUDGET = 2000  # terms a neighbourhood may have: masks are small, a runaway chain is not a mask
 
@@ -147,6 +148,11 @@ class Lifter:
         self.asked.setdefault(term, (node, dims))
         return term
 
+    def spellings(self, term: Term, within: frozenset[Atom]) -> list[Operand]:
+        """Tensors of the graph that hold ``term``, perhaps repeated along other axes of ``within``."""
+        held = (Operand(n, d) for (n, d), t in self.memo.items() if t is term and _distinct(d))
+        return [o for o in held if o.axes <= within]
+
     def scalar(self, value: Any) -> Term:
         """A Python number, a symbolic number, or the node of one."""
         value = value_of(value)
@@ -229,6 +235,11 @@ class Lifter:
         """A contraction outside the interior is opened when it runs over the keys: it may be the scores."""
         keys = set(self.bound[0]) if self.bound else set()
         return keys <= set(atoms_of(dims))
+
+
+def _distinct(dims: Dims) -> bool:
+    atoms = atoms_of(dims)
+    return len(set(atoms)) == len(atoms) and not any(isinstance(a, Window) for a in atoms)
 
 
 def widens(node: Node) -> bool:

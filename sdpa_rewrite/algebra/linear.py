@@ -1,0 +1,93 @@
+"""Which terms are linear in a leaf by construction.
+
+A gradient is linear in the cotangent.  Random data cannot show that of a program that clips or rescales what passes
+through it only beyond some size; its structure can.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from sdpa_rewrite.algebra.term import Term, contains
+
+Degree = Literal["zero", "constant", "linear", "other"]
+LINEAR_FIRST = frozenset({"tanh_backward", "sigmoid_backward", "neg", "clone"})  # linear in the first argument
+ANALYTIC = frozenset(  # functions that no far-away condition hides in
+    {"sigmoid", "tanh", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "pow", "reciprocal", "square"}
+    | {"sin", "cos", "erf", "sinh", "cosh", "tanh_backward", "sigmoid_backward", "fma"}
+)
+
+
+def is_linear(term: Term, leaf: Term, known: set[Term], scores: Term) -> bool:
+    """Whether ``term`` is linear in the tensor of ``leaf``.
+
+    Functions of the ``scores`` with a condition inside are taken from ``known`` terms (the forward's) only.
+    """
+    return _degree(term, leaf, known, scores, {}) in ("linear", "zero")
+
+
+def _degree(term: Term, leaf: Term, known: set[Term], scores: Term, memo: dict[Term, Degree]) -> Degree:
+    stack = [term]
+    while stack:  # an explicit stack: graphs are deeper than Python's
+        top = stack[-1]
+        missing = [a for a in top.args if a not in memo and (a not in known or a.op == "number")]
+        if top in memo or not missing:
+            stack.pop()
+            if top not in memo:
+                memo[top] = _combine(top, [memo.get(a, "constant") for a in top.args], leaf, known, scores)
+        else:
+            stack.extend(missing)
+    return memo[term]
+
+
+def _combine(term: Term, args: list[Degree], leaf: Term, known: set[Term], scores: Term) -> Degree:
+    if term.op == "leaf":
+        return "linear" if term.attr[0] is leaf.attr[0] else "constant"
+    if term.op == "number" and not isinstance(term.attr, bool) and term.attr == 0:
+        return "zero"
+    if "other" in args:
+        return "other"
+    if term.op == "mul" and "zero" in args:
+        return "zero"
+    if "linear" not in args:
+        return _constant(term, args, known, scores)
+    return _passes(term, args)
+
+
+def _constant(term: Term, args: list[Degree], known: set[Term], scores: Term) -> Degree:
+    if args and all(a == "zero" for a in args) and term.op in ("add", "reduce", "cat", "part"):
+        return "zero"
+    if term.op == "apply" and _name(term) not in ANALYTIC and term not in known and contains(term, scores):
+        return "other"
+    return "constant"
+
+
+def _passes(term: Term, args: list[Degree]) -> Degree:
+    """What ``term`` makes of arguments of which one at least is linear."""
+    values = args
+    if term.op == "mul":
+        return "linear" if args.count("linear") == 1 else "other"
+    if term.op == "div":
+        return "linear" if args[0] == "linear" and args[1] == "constant" else "other"
+    if term.op == "apply":
+        return "linear" if _name(term) in LINEAR_FIRST and "linear" not in args[1:] else "other"
+    if term.op == "where":
+        if args[0] == "linear":
+            return "other"
+        values = args[1:]
+    elif term.op == "along":
+        if term.attr[0] is not torch.scatter or args[1] == "linear":
+            return "other"
+        values = [args[0], args[2]]
+    elif term.op == "reduce":
+        if term.attr[0] != "sum":
+            return "other"
+    elif term.op not in ("add", "cat", "part"):
+        return "other"
+    return "linear" if all(v in ("linear", "zero") for v in values) else "other"
+
+
+def _name(term: Term) -> str:
+    return str(getattr(term.attr[0], "_schema", term.attr[0])).split("(")[0].split("::")[-1].split(".")[0]
