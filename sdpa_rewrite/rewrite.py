@@ -7,6 +7,7 @@ nothing of the original has changed; whatever fails takes the new nodes out agai
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +17,17 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
-from sdpa_rewrite.algebra.axes import Dims, Irregular, Refine, shape_of, size_of
+from sdpa_rewrite.algebra.axes import Irregular, Refine, shape_of, size_of
 from sdpa_rewrite.emit.arrange import Sizes, Unavailable, arrange, restrided
 from sdpa_rewrite.emit.base import Emitter, Inputs
 from sdpa_rewrite.lift.layout import push
 from sdpa_rewrite.lift.ops import LAYOUT, is_call, opname
 from sdpa_rewrite.site import Gradient, Operand, Site
 
-CARRIED = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals", "original_aten", "from_node")  # not carried
+NOT_CARRIED = frozenset({"val", "tensor_meta", "unbacked_bindings", "eager_input_vals", "original_aten", "from_node"})
+SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 class Refused(Exception):
@@ -42,22 +45,34 @@ class Traced:
 
 @dataclass
 class Splice:
-    """New nodes put beside the original, until they are committed or taken out."""
+    """What was done to a graph so far, until it is committed or undone."""
 
     graph: Graph
-    added: list[Node] = field(default_factory=list)
+    added: dict[Node, Node] = field(default_factory=dict)  # new node -> what it was put before
     attributes: list[str] = field(default_factory=list)
+    moved: list[tuple[Node, Any, Any]] = field(default_factory=list)
+
+    def move_readers(self, old: Node, new: Node) -> None:
+        """Let everybody read ``new`` instead of ``old``."""
+        for user in list(old.users):
+            self.moved.append((user, user.args, user.kwargs))
+            user.replace_input_with(old, new)
 
     def undo(self) -> None:
-        """Take the new nodes out again."""
-        for node in reversed(self.added):
+        """Put everything back: first the readers, then take the new nodes out again."""
+        for user, args, kwargs in reversed(self.moved):
+            user.args, user.kwargs = args, kwargs
+        for node in reversed(list(self.added)):
             self.graph.erase_node(node)
         for name in self.attributes:
             delattr(self.graph.owning_module, name)
 
 
 def rewrite(graph: Graph, site: Site, emitter: Emitter, order: dict[Node, int]) -> list[Node]:
-    """Replace the site by what ``emitter`` makes of it.  Returns the new nodes; raises ``Refused`` and leaves no trace."""
+    """Replace the site by what ``emitter`` makes of it.  Returns the new nodes.
+
+    Raises ``Refused``, or whatever a stage raises, and leaves no trace.
+    """
     result = settled(site.result)
     gradients = tuple(Gradient(g.role, settled(g.result)) for g in site.gradients)
     try:
@@ -66,16 +81,19 @@ def rewrite(graph: Graph, site: Site, emitter: Emitter, order: dict[Node, int]) 
         raise Refused(str(error)) from error
     splice = Splice(graph)
     try:
-        outputs = insert(splice, traced, result, gradients, order)
+        outputs = insert(splice, site, traced, result, gradients, order)
         check(outputs, traced.results)
+        for old, new in zip(traced.results, outputs, strict=True):
+            splice.move_readers(old.node, new)
+        dead = unread([old.node for old in traced.results])
     except BaseException:
         splice.undo()
         raise
-    for old, new in zip(traced.results, outputs, strict=True):
-        old.node.replace_all_uses_with(new)
-    for old in traced.results:
-        prune(graph, old.node)
-    return splice.added
+    # From here on the graph computes the new values; what is left to do cannot fail.
+    for node in dead:
+        graph.erase_node(node)
+    order.update((new, order[before]) for new, before in splice.added.items())
+    return list(splice.added)
 
 
 def settled(operand: Operand) -> Operand:
@@ -132,6 +150,7 @@ def trace(site: Site, emitter: Emitter, result: Operand, gradients: tuple[Gradie
         raise Refused("the graph has no fake tensors")
     with mode, torch.no_grad():
         module = make_fx(joint, decompositions, tracing_mode="real")(*examples)
+    module.graph.eliminate_dead_code()  # an operator's unused outputs: a kernel may not even have them
     return Traced(module, nodes, [result, *(g.result for g in gradients)])
 
 
@@ -173,9 +192,14 @@ def _numbers(site: Site, graph: Graph) -> dict[sympy.Symbol, Node]:
 
 
 def insert(
-    splice: Splice, traced: Traced, result: Operand, gradients: tuple[Gradient, ...], order: dict[Node, int]
+    splice: Splice,
+    site: Site,
+    traced: Traced,
+    result: Operand,
+    gradients: tuple[Gradient, ...],
+    order: dict[Node, int],
 ) -> list[Node]:
-    """Copy the traced nodes in: the forward before the old result, what needs the cotangent before the first gradient."""
+    """Copy the traced nodes in: the forward before the old result, the backward before the first old gradient."""
     inner = traced.module.graph
     placeholders = [n for n in inner.nodes if n.op == "placeholder"]
     copies: dict[Node, Node] = dict(zip(placeholders, traced.inputs, strict=True))
@@ -191,14 +215,28 @@ def insert(
         before = first if node in late else result.node
         with splice.graph.inserting_before(before):
             copy = splice.graph.node_copy(node, copies.__getitem__)
-        copy.meta = {k: v for k, v in before.meta.items() if k not in CARRIED}
-        copy.meta |= {k: node.meta[k] for k in ("val", "tensor_meta") if k in node.meta}
-        order[copy] = order[before]
+        splice.added[copy] = before
+        copy.meta = carried(site.result.node if before is result.node else before, node)
         copies[node] = copy
-        splice.added.append(copy)
         if copy.op == "get_attr":
             _adopt(splice, traced.module, copy)
     return outputs
+
+
+def carried(old: Node, new: Node) -> dict[str, Any]:
+    """The meta of a new node: where ``old`` came from (source line, module, tags of the partitioner), its own value."""
+    meta = {k: v for k, v in old.meta.items() if k not in NOT_CARRIED}
+    meta |= {k: new.meta[k] for k in ("val", "tensor_meta") if k in new.meta}
+    if meta.get("recompute") in SAVED and not _is_kernel(new):
+        # a policy that saves the results of matmuls means the output, not the masks
+        meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    return meta
+
+
+def _is_kernel(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_kernel(node.args[0])  # type: ignore[arg-type]
+    return "attention" in str(node.target)
 
 
 def _cotangent_at(traced: Traced, placeholders: list[Node]) -> int:
@@ -225,8 +263,8 @@ def _adopt(splice: Splice, module: GraphModule, node: Node) -> None:
         k += 1
     name = f"sdpa_rewrite_{k}"
     setattr(owner, name, value)
-    node.target = name
     splice.attributes.append(name)
+    node.target = name
 
 
 def check(outputs: Iterable[Node], originals: Iterable[Operand]) -> None:
@@ -245,17 +283,14 @@ def check(outputs: Iterable[Node], originals: Iterable[Operand]) -> None:
             raise Refused(f"the replacement of {old.node.name} has strides {a.stride()} instead of {b.stride()}")
 
 
-def prune(graph: Graph, node: Node) -> None:
-    """Erase ``node`` and what was only there for it."""
-    stack = [node]
+def unread(nodes: Iterable[Node]) -> list[Node]:
+    """``nodes`` that nobody reads, and what was only there for them, readers first."""
+    dead: dict[Node, None] = {}
+    stack = list(nodes)
     while stack:
         top = stack.pop()
-        if top.users or top.op in ("placeholder", "output") or top._erased:
+        if top in dead or top.op in ("placeholder", "output") or any(user not in dead for user in top.users):
             continue
-        sources = list(top.all_input_nodes)
-        graph.erase_node(top)
-        stack.extend(sources)
-
-
-def dims_of(operand: Operand) -> Dims:
-    return operand.dims
+        dead[top] = None
+        stack.extend(top.all_input_nodes)
+    return list(dead)

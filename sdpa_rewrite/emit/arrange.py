@@ -98,7 +98,12 @@ class RealWorld(World):
     """The world of a replacement: real tensors for the leaves, sizes as the trace sees them."""
 
     def __init__(
-        self, order: Sequence[Atom], sizes: Sizes, leaves: Mapping[Any, Tensor], device: torch.device, dtype: torch.dtype
+        self,
+        order: Sequence[Atom],
+        sizes: Sizes,
+        leaves: Mapping[Any, Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(order)
         self.sizes, self.leaves, self.device, self.dtype = sizes, leaves, device, dtype
@@ -149,7 +154,9 @@ def _stride_key(x: Tensor, k: int) -> tuple[float, int]:
 
 def _same_where_it_counts(y: Tensor, like: Tensor) -> bool:
     """The stride of a dimension of one position does not matter."""
-    return all(size_of(n) == 1 or size_of(a) == size_of(b) for n, a, b in zip(y.shape, y.stride(), like.stride(), strict=True))
+    return all(
+        size_of(n) == 1 or size_of(a) == size_of(b) for n, a, b in zip(y.shape, y.stride(), like.stride(), strict=True)
+    )
 
 
 __all__ = ["RealWorld", "Sizes", "Unavailable", "arrange", "quotient", "restrided"]

@@ -3,8 +3,8 @@
 Takes score programs of the form ``scale * s + mask``.  Where ATen's kernels mean something else than what the
 user wrote (a row masked as a whole, a NaN), the difference is put right at O(rows) cost:
 
-- ATen gives 0 for a row whose logits are all -inf (or NaN); softmax as written gives NaN.  The kernel's logsumexp
-  tells such rows; in training a NaN is also put into the row's query, so that gradients are NaN where they were.
+- ATen gives 0 for a row whose logits are all -inf, and its logsumexp does not tell such rows; softmax as written
+  gives NaN.  A NaN is put into the row's query, which makes output and gradients NaN where they were.
 - ``masked_fill(mask, -1e9)`` makes a row masked as a whole uniform; as an added bias it would not be.  The query of
   such a row is set to zero, which makes its scores equal.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, product, same_size
 from sdpa_rewrite.algebra.interpret import evaluate
 from sdpa_rewrite.algebra.term import Term
-from sdpa_rewrite.emit.affine import Affine, Fill, NotAffine, affine
+from sdpa_rewrite.emit.affine import Affine, NotAffine, affine, may_be_infinite, may_mask
 from sdpa_rewrite.emit.arrange import RealWorld
 from sdpa_rewrite.emit.base import Inputs, compute_dtype, device_of, dtype_of
 from sdpa_rewrite.emit.heads import Heads, heads_of
@@ -62,8 +62,9 @@ class SDPA:
         out, logsumexp = run(q, k, v, mask, causal, scale)
         if not same_size(product(site.depth), product(site.width)):
             out = out[..., :width]
-        if logsumexp is not None:
-            out = _finish(site, inputs, heads, out, logsumexp)
+        if site.sink is not None:
+            assert logsumexp is not None
+            out = _less_sink(site, inputs, heads, out, logsumexp.detach())
         out = _weighted(site, inputs, heads, out)
         return out.to(dtype_of(site.result)), (heads.batch, heads.heads, site.rows, site.width)
 
@@ -82,6 +83,10 @@ def _program_reasons(site: Site) -> list[str]:
         reasons.append("the probabilities are changed after the softmax (dropout or another weight program)")
     if site.sink is not None and (site.training or device_of(site).type != "cpu"):
         reasons.append("a sink: ATen's logsumexp has no gradient")
+    if any(f.finite and (site.training or not f.absorbs) for f in form.fills) and any(
+        may_mask(site, b) for b in form.bias
+    ):
+        reasons.append("scores are masked by a finite value beside a tensor that may mask too")
     masks = {g.role for g in site.gradients} - {"query", "key", "value"}
     bias = {name for t in (*form.bias, *(f.condition for f in form.fills)) for name in _captures(t)}
     if masks & bias:
@@ -189,60 +194,29 @@ def _one(n: int) -> bool:
 
 def _mask(site: Site, form: Affine, heads: Heads, world: RealWorld, q: Tensor) -> tuple[Tensor | None, Tensor]:
     """The additive mask, and the query with rows that are masked as a whole put right."""
-    parts = [evaluate(b, world) for b in form.bias]
-    for fill in form.fills:
-        parts.append(_fill(fill, world))
-    if not parts:
+    if form.mask is None:
         return None, q
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    if form.floor is not None:
-        total = torch.clamp_min(total, form.floor)
-    q = _uniform_rows(site, form, heads, world, q)
-    mask = _grouped(site, heads, total, world)
-    if site.training and site.softmax == "softmax" and site.sink is None and may_be_empty(form):
+    mask = _grouped(site, heads, evaluate(form.mask, world), world)
+    q = _uniform_rows(site, form, heads, world, q, mask)
+    if site.softmax == "softmax" and site.sink is None and may_be_infinite(site, form.mask):
         empty = (mask == -INFINITY).all(-1, keepdim=True)
         q = q + torch.where(empty, math.nan, 0.0).to(q.dtype)
-    if mask.dtype != q.dtype and mask.dtype != torch.float32:
-        mask = mask.to(torch.float32 if q.dtype != torch.float64 else q.dtype)
-    return mask, q
+    wide = q.dtype if q.dtype == torch.float64 else torch.float32
+    return mask if mask.dtype == q.dtype else mask.to(wide), q
 
 
-def _fill(fill: Fill, world: RealWorld) -> Tensor:
-    zero, value = world.number(0.0), world.number(fill.value)
-    return torch.where(evaluate(fill.condition, world), value, zero)
+def _uniform_rows(site: Site, form: Affine, heads: Heads, world: RealWorld, q: Tensor, mask: Tensor) -> Tensor:
+    """Rows filled as a whole, with a finite value somewhere, do not depend on the scores: their query becomes zero.
 
-
-def _uniform_rows(site: Site, form: Affine, heads: Heads, world: RealWorld, q: Tensor) -> Tensor:
-    """Rows filled as a whole with a finite value that does not absorb the scores: uniform, as written."""
-    finite = [f for f in form.fills if not f.absorbs]
-    if not finite:
+    Where adding a score to the value changes nothing, that matters to the gradients only.
+    """
+    if not any(f.finite and (site.training or not f.absorbs) for f in form.fills):
         return q
-    masked = evaluate(finite[0].condition, world)
-    for fill in finite[1:]:
-        masked = masked | evaluate(fill.condition, world)
-    full = _grouped(site, heads, masked, world).all(-1, keepdim=True)
-    return torch.where(full, torch.zeros((), dtype=q.dtype, device=q.device), q)
-
-
-def may_be_empty(form: Affine) -> bool:
-    """Whether a row may consist of -inf only."""
-    if form.floor is not None:
-        return False
-    return any(math.isinf(f.value) for f in form.fills) or any(_may_be_infinite(b) for b in form.bias)
-
-
-def _may_be_infinite(term: Term) -> bool:
-    if term.op == "number":
-        return isinstance(term.attr, float) and math.isinf(term.attr)
-    if term.op in ("float", "int", "index"):
-        return False
-    if term.op in ("add", "mul", "maximum", "minimum"):
-        return any(_may_be_infinite(a) for a in term.args)
-    if term.op == "where":
-        return any(_may_be_infinite(a) for a in term.args[1:])
-    return True
+    filled = evaluate(form.fills[0].condition, world)
+    for fill in form.fills[1:]:
+        filled = filled | evaluate(fill.condition, world)
+    constant = _grouped(site, heads, filled, world) | (mask == -INFINITY)
+    return torch.where(constant.all(-1, keepdim=True), torch.zeros((), dtype=q.dtype, device=q.device), q)
 
 
 def _equal_widths(site: Site, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -276,19 +250,13 @@ def _other(
     return out, None
 
 
-def _finish(site: Site, inputs: Inputs, heads: Heads, out: Tensor, logsumexp: Tensor) -> Tensor:
-    """NaN rows where softmax gives NaN; the sink's share taken off."""
-    logsumexp = logsumexp.detach()
-    if site.sink is not None:
-        order = [*heads.batch, *heads.heads, *site.rows, *site.columns]
-        world = inputs.world(site, order, torch.float32)
-        sink = _grouped(site, heads, evaluate(site.sink, world), world)[..., 0]
-        share = torch.sigmoid(logsumexp.to(torch.float32) - sink)
-        return (out * share[..., None]).to(out.dtype)
-    if site.softmax == "safe":
-        return out
-    dead = (logsumexp == -INFINITY) | logsumexp.isnan()
-    return torch.where(dead[..., None], torch.full((), math.nan, dtype=out.dtype, device=out.device), out)
+def _less_sink(site: Site, inputs: Inputs, heads: Heads, out: Tensor, logsumexp: Tensor) -> Tensor:
+    """The sink's share of the denominator taken off."""
+    assert site.sink is not None
+    world = inputs.world(site, [*heads.batch, *heads.heads, *site.rows, *site.columns], logsumexp.dtype)
+    sink = _grouped(site, heads, evaluate(site.sink, world), world)[..., 0]
+    share = torch.sigmoid(logsumexp - sink)
+    return (out * share[..., None]).to(out.dtype)
 
 
 def _weight_factor(site: Site) -> Term | None:
