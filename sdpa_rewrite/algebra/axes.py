@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import sympy
@@ -41,14 +42,24 @@ Dims: TypeAlias = tuple[Dim, ...]
 
 
 class Irregular(Exception):
-    """The dimensions cannot be written in named axes; the message says which."""
+    """The dimensions cannot be written in named axes; the message says which.
+
+    ``values`` fill the braces of ``text`` when the message is read: printing symbolic sizes is slow.
+    """
+
+    def __init__(self, text: str, *values: object) -> None:
+        super().__init__(text, *values)
+        self.text, self.values = text, values
+
+    def __str__(self) -> str:
+        return self.text.format(*self.values) if self.values else self.text
 
 
 class Refine(Exception):
     """``atom`` must become the product of two atoms of sizes ``outer`` and ``inner`` everywhere."""
 
     def __init__(self, atom: Atom, outer: Size, inner: Size) -> None:
-        super().__init__(f"{atom} = {outer} * {inner}")
+        super().__init__(atom, outer, inner)
         self.atom, self.outer, self.inner = atom, outer, inner
 
 
@@ -69,6 +80,13 @@ def quotient(a: Size, b: Size) -> Size | None:
     """``a / b`` when that is a whole number for all values of the symbols, else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
+    if a == b:
+        return 1
+    return _symbolic_quotient(a, b)
+
+
+@lru_cache(maxsize=4096)
+def _symbolic_quotient(a: Size, b: Size) -> Size | None:
     q = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
     if q.is_Integer:
         return int(q)
@@ -77,9 +95,14 @@ def quotient(a: Size, b: Size) -> Size | None:
 
 
 def same_size(a: Size, b: Size) -> bool:
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
+    if a is b or a == b:
+        return True
+    return _same_symbolic(a, b) if isinstance(a, sympy.Basic) or isinstance(b, sympy.Basic) else False
+
+
+@lru_cache(maxsize=4096)
+def _same_symbolic(a: Size, b: Size) -> bool:
+    return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0)
 
 
 def product(atoms: Iterable[Atom]) -> Size:
@@ -104,7 +127,7 @@ def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> Dims:
         missing = size
         while not same_size(missing, 1):
             if not rest:
-                raise Irregular(f"a dimension of {size} has no axes left")
+                raise Irregular("a dimension of {} has no axes left", size)
             left = quotient(missing, rest[0].size)
             if left is not None:
                 dim.append(rest.pop(0))
@@ -112,9 +135,9 @@ def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> Dims:
                 continue
             inner = quotient(rest[0].size, missing)
             if inner is None or isinstance(rest[0], Window):
-                raise Irregular(f"a dimension of {size} does not fall on the boundaries of {rest}")
+                raise Irregular("a dimension of {} does not fall on the boundaries of {}", size, rest)
             raise Refine(rest[0], missing, inner)
         dims.append(tuple(dim))
     if rest:
-        raise Irregular(f"axes {rest} are left over")
+        raise Irregular("axes {} are left over", rest)
     return tuple(dims)

@@ -98,7 +98,7 @@ class Terms:
     def _make(
         self, op: str, args: tuple[Term, ...] = (), attr: Any = None, axes: frozenset[Atom] | None = None
     ) -> Term:
-        key = (op, tuple(id(a) for a in args), attr if op != "number" else (type(attr), str(attr)))
+        key = (op, tuple(id(a) for a in args), attr if op != "number" else (type(attr), str(attr) if isinstance(attr, float) else attr))
         term = self._table.get(key)
         if term is None:
             if axes is None:

@@ -33,21 +33,21 @@ class TinySizes:
     """A small size for every size that occurs, the same wherever it occurs."""
 
     def __init__(self, atoms: Iterable[Atom], joins: Iterable[tuple[Atom, Sequence[Atom | None]]], turn: int = 0) -> None:
-        self._sizes: dict[str, int] = {}
-        totals = {str(a.size): pieces for a, pieces in joins}
+        self._sizes: dict[Size, int] = {}
+        totals = {a.size: pieces for a, pieces in joins}
         for atom in sorted(atoms, key=lambda a: a.name):
-            if str(atom.size) not in totals:
-                self._sizes.setdefault(str(atom.size), SIZES[(len(self._sizes) + turn) % len(SIZES)])
+            if atom.size not in totals:
+                self._sizes.setdefault(atom.size, SIZES[(len(self._sizes) + turn) % len(SIZES)])
         for _ in range(len(totals)):  # a concatenation may be a piece of another
             for size, pieces in totals.items():
-                if all(p is None or str(p.size) in self._sizes for p in pieces):
+                if all(p is None or p.size in self._sizes for p in pieces):
                     total = sum(self.of(p.size) if p is not None else 1 for p in pieces)
                     if self._sizes.setdefault(size, total) != total:
                         raise Inconsistent(f"an axis of {size} is concatenated in two ways")
 
     def of(self, size: Size) -> int:
         try:
-            return self._sizes[str(size)]
+            return self._sizes[size]
         except KeyError:
             raise Inconsistent(f"an axis of {size} is unknown") from None
 

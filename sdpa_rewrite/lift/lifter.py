@@ -176,7 +176,7 @@ class Lifter:
             dim = self.axes.dim((key, trial), size, name)
             if not used & set(dim):
                 return dim
-        raise Irregular(f"no axis is free for a dimension of {size}")
+        raise Irregular("no axis is free for a dimension of {}", size)
 
     def broadcast(self, node: Any, dims: Dims) -> Term:
         """An argument of a pointwise operator whose result runs over ``dims``."""
@@ -261,7 +261,7 @@ def align(mine: Dim, other: Dim) -> None:
         ratio = quotient(b.size, a.size)
         if ratio is not None:
             raise Refine(b, a.size, ratio)
-        raise Irregular(f"{a} and {b} cut one dimension at different places")
+        raise Irregular("{} and {} cut one dimension at different places", a, b)
 
 
 def size_argument(node: Node, position: int, name: str, default: Any) -> Size:
