@@ -6,15 +6,21 @@ from torch.fx import Node
 
 from sdpa_rewrite import adjoint, prove
 from sdpa_rewrite.algebra.axes import Irregular, Refine
-from sdpa_rewrite.lift.lifter import Axes
+from sdpa_rewrite.lift.lifter import Axes, Lifter
 from sdpa_rewrite.match import Candidate, lift, site_of
 from sdpa_rewrite.site import Miss, Site
+from sdpa_rewrite.twins import Reading
 
 RESTARTS = 64
 
 
 def certified(candidate: Candidate, order: dict[Node, int]) -> Site:
     """The proved site behind ``candidate``.  Raises ``Miss``."""
+    return analysed(candidate, order)[0]
+
+
+def analysed(candidate: Candidate, order: dict[Node, int]) -> tuple[Site, Reading]:
+    """The proved site behind ``candidate``, and what was read to find it.  Raises ``Miss``."""
     axes = Axes()
     for _ in range(RESTARTS):
         try:
@@ -22,10 +28,15 @@ def certified(candidate: Candidate, order: dict[Node, int]) -> Site:
             site = site_of(lifted)
             site = adjoint.complete(site, lifted.lifter, candidate, order)
             prove.forward(site)
-            return site
+            return site, _reading(candidate, lifted.lifter)
         except Refine as refine:
             try:
                 axes.split(refine)
             except Irregular as error:
                 raise Miss(str(error), "layout", candidate.anchor) from error
     raise Miss("the axes do not settle", "layout", candidate.anchor)
+
+
+def _reading(candidate: Candidate, lifter: Lifter) -> Reading:
+    opened = {n for (n, _), t in lifter.memo.items() if t.op != "leaf" or t.attr[0] is not n}
+    return Reading(candidate.product, frozenset(opened), frozenset(lifter.interior | candidate.interior))

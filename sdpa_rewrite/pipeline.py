@@ -11,34 +11,58 @@ from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.describe import bytes_avoided, form_of
 from sdpa_rewrite.lift.ops import source_line
 from sdpa_rewrite.outcome import Outcome, Reason
-from sdpa_rewrite.rewrite import Refused, rewrite
+from sdpa_rewrite.rewrite import Memory, Refused, rewrite
 from sdpa_rewrite.site import Miss, Site
+from sdpa_rewrite.twins import Reading, carried_over
 
 
 def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
-    """Rewrite every attention of ``graph`` that is proved and that an emitter takes; tell what became of each."""
+    """Rewrite every attention of ``graph`` that is proved and that an emitter takes; tell what became of each.
+
+    All candidates are judged on the graph as it came, then the sites are rewritten one by one.
+    """
     order = {node: k for k, node in enumerate(graph.nodes)}
-    return tuple(outcome_of(graph, candidate, order) for candidate in list(match.candidates(graph)))
+    analysis = Analysis(order)
+    verdicts = [(c.anchor.name, source_line(c.anchor), analysis.verdict(c)) for c in match.candidates(graph)]
+    memory = Memory()
+    return tuple(
+        _rewritten(graph, verdict, order, memory, name, source)
+        if isinstance(verdict, Site)
+        else Outcome("missed", name, source, reasons=(verdict,))
+        for name, source, verdict in verdicts
+    )
 
 
-def outcome_of(graph: torch.fx.Graph, candidate: match.Candidate, order: dict[Node, int]) -> Outcome:
-    """Certify one candidate, choose an emitter and rewrite."""
-    name, source = candidate.anchor.name, source_line(candidate.anchor)
-    try:
-        with clean_room():
-            site = analyse.certified(candidate, order)
-    except Miss as miss:
-        node = miss.node
-        reason = Reason(miss.text, miss.role, node.name if node is not None else "", source_line(node))
-        return Outcome("missed", name, source, reasons=(reason,))
-    except Exception as error:
-        if config.strict:
-            raise
-        return Outcome("missed", name, source, reasons=(Reason(f"analysis failed: {type(error).__name__}: {error}"),))
-    return _rewritten(graph, site, order, name, source)
+class Analysis:
+    """Judges candidates of one graph; a layer that repeats another is not proved again."""
+
+    def __init__(self, order: dict[Node, int]) -> None:
+        self.order = order
+        self.known: list[tuple[Site, Reading]] = []
+
+    def verdict(self, candidate: match.Candidate) -> Site | Reason:
+        """The certified site, or why there is none."""
+        try:
+            for site, reading in self.known:
+                again = carried_over(site, reading, candidate.product)
+                if again is not None:
+                    return again
+            with clean_room():
+                found = analyse.analysed(candidate, self.order)
+            self.known.append(found)
+            return found[0]
+        except Miss as miss:
+            node = miss.node
+            return Reason(miss.text, miss.role, node.name if node is not None else "", source_line(node))
+        except Exception as error:
+            if config.strict:
+                raise
+            return Reason(f"analysis failed: {type(error).__name__}: {error}")
 
 
-def _rewritten(graph: torch.fx.Graph, site: Site, order: dict[Node, int], name: str, source: str) -> Outcome:
+def _rewritten(
+    graph: torch.fx.Graph, site: Site, order: dict[Node, int], memory: Memory, name: str, source: str
+) -> Outcome:
     form = form_of(site)
     emitter, against = choose(site)
     reasons = tuple(Reason(text, role) for role, texts in against.items() for text in texts)
@@ -46,7 +70,7 @@ def _rewritten(graph: torch.fx.Graph, site: Site, order: dict[Node, int], name: 
         return Outcome("recognised", name, source, site.training, form, reasons=reasons)
     avoided = bytes_avoided(site)
     try:
-        rewrite(graph, site, emitter, order)
+        rewrite(graph, site, emitter, order, memory)
     except Exception as error:
         if config.strict and not isinstance(error, Refused):
             raise

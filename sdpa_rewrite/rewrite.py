@@ -25,6 +25,7 @@ from sdpa_rewrite.emit.base import Emitter, Inputs
 from sdpa_rewrite.lift.layout import push
 from sdpa_rewrite.lift.ops import LAYOUT, is_call, opname
 from sdpa_rewrite.site import Gradient, Operand, Site
+from sdpa_rewrite.twins import described, moved
 
 NOT_CARRIED = frozenset({"val", "tensor_meta", "unbacked_bindings", "eager_input_vals", "original_aten", "from_node"})
 SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -41,6 +42,20 @@ class Traced:
     module: GraphModule
     inputs: list[Node]
     results: list[Operand]
+
+
+@dataclass
+class Memory:
+    """What one graph's rewrites remember: traces, for sites that are alike, and what stands for replaced nodes."""
+
+    traces: dict[Any, GraphModule] = field(default_factory=dict)
+    replaced: dict[Node, Node] = field(default_factory=dict)
+
+    def current(self, node: Node) -> Node:
+        """``node``, or what has taken its place."""
+        while node in self.replaced:
+            node = self.replaced[node]
+        return node
 
 
 @dataclass
@@ -68,15 +83,20 @@ class Splice:
             delattr(self.graph.owning_module, name)
 
 
-def rewrite(graph: Graph, site: Site, emitter: Emitter, order: dict[Node, int]) -> list[Node]:
+def rewrite(
+    graph: Graph, site: Site, emitter: Emitter, order: dict[Node, int], memory: Memory | None = None
+) -> list[Node]:
     """Replace the site by what ``emitter`` makes of it.  Returns the new nodes.
 
-    Raises ``Refused``, or whatever a stage raises, and leaves no trace.
+    ``memory`` is that of the rewrites made in this graph before.  Raises ``Refused``, or whatever a stage raises, and
+    leaves no trace.
     """
+    memory = memory or Memory()
+    site = moved(site, memory.current)
     result = settled(site.result)
     gradients = tuple(Gradient(g.role, settled(g.result)) for g in site.gradients)
     try:
-        traced = trace(site, emitter, result, gradients, graph)
+        traced = trace(site, emitter, result, gradients, graph, memory)
     except (Unavailable, Irregular, Refine) as error:
         raise Refused(str(error)) from error
     splice = Splice(graph)
@@ -92,6 +112,7 @@ def rewrite(graph: Graph, site: Site, emitter: Emitter, order: dict[Node, int]) 
     # From here on the graph computes the new values; what is left to do cannot fail.
     for node in dead:
         graph.erase_node(node)
+    memory.replaced.update((old.node, new) for old, new in zip(traced.results, outputs, strict=True))
     order.update((new, order[before]) for new, before in splice.added.items())
     return list(splice.added)
 
@@ -115,7 +136,9 @@ def _no_axis(position: int, size: Any) -> Any:
     raise Irregular("a new axis")
 
 
-def trace(site: Site, emitter: Emitter, result: Operand, gradients: tuple[Gradient, ...], graph: Graph) -> Traced:
+def trace(
+    site: Site, emitter: Emitter, result: Operand, gradients: tuple[Gradient, ...], graph: Graph, memory: Memory
+) -> Traced:
     """The replacement, forward and backward, as a graph over the tensors of the site's operands."""
     roles: dict[str, Operand] = {"query": site.query, "key": site.key, "value": site.value}
     roles |= {c.name: c.operand for c in site.captures}
@@ -125,6 +148,10 @@ def trace(site: Site, emitter: Emitter, result: Operand, gradients: tuple[Gradie
         assert site.cotangent is not None
         nodes.append(site.cotangent.node)
     nodes += list(numbers.values())
+    results = [result, *(g.result for g in gradients)]
+    key = _trace_key(site, emitter, nodes, results, gradients)
+    if key in memory.traces:
+        return Traced(memory.traces[key], nodes, results)
     wanted = list(dict.fromkeys(g.role for g in gradients))
     decompositions = _decompositions()
 
@@ -151,7 +178,18 @@ def trace(site: Site, emitter: Emitter, result: Operand, gradients: tuple[Gradie
     with mode, torch.no_grad():
         module = make_fx(joint, decompositions, tracing_mode="real")(*examples)
     module.graph.eliminate_dead_code()  # an operator's unused outputs: a kernel may not even have them
-    return Traced(module, nodes, [result, *(g.result for g in gradients)])
+    memory.traces[key] = module
+    return Traced(module, nodes, results)
+
+
+def _trace_key(
+    site: Site, emitter: Emitter, nodes: list[Node], results: list[Operand], gradients: tuple[Gradient, ...]
+) -> Any:
+    """All that a trace depends on.  Sites that are alike share their terms and axes, and so their keys."""
+    outputs = tuple((o.dims, described(o.node)) for o in results)
+    roles = tuple(g.role for g in gradients)
+    cotangent = site.cotangent.dims if site.cotangent is not None else None
+    return emitter.name, id(site.terms), tuple(map(described, nodes)), outputs, roles, cotangent
 
 
 def _gradient(gradient: Gradient, value: Tensor | None, role: Operand, sizes: Sizes) -> Tensor:
