@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
-from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Irregular, Window, atoms_of, shape_of
+from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Irregular, Window, atoms_of, same_size, shape_of
 from sdpa_rewrite.algebra.term import Term, Terms, subterms, summands
 from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
 from sdpa_rewrite.lift.ops import (
@@ -229,6 +229,8 @@ def site_of(lifted: Lifted) -> Site:
     }
     sink = softmax.sink
     captures, programs, sink = capture(lifted, programs, sink)
+    check_pointwise(lifted, programs, set(columns))
+    check_types(lifted, query, key, full)
     node, dims = query.attr
     key_node, key_dims = key.attr
     value_node, value_dims = lifted.value.attr
@@ -257,6 +259,31 @@ def site_of(lifted: Lifted) -> Site:
         probability_term=softmax.probability,
         scores_term=scores,
     )
+
+
+def check_pointwise(lifted: Lifted, programs: dict[str, Term], columns: set[Atom]) -> None:
+    """Scores are mapped one by one; weights too, or with sums along their own row.  Raises ``Miss``."""
+    for role, program in programs.items():
+        name = "scores" if role == "score" else "probabilities"
+        for term in subterms(program):
+            inside = term.op in ("reduce", "cat", "part", "along") and any(
+                t.op == "hole" and t.attr in ("score", "probability") for t in subterms(term)
+            )
+            if inside and not (role == "weight" and term.op == "reduce" and set(term.attr[1]) <= columns):
+                over = frozenset(term.attr[1]) if term.op == "reduce" else frozenset()
+                what = f"mixed over {_names(over)}" if over else f"rearranged ({term.op})"
+                raise Miss(f"the {name} are {what}", role, lifted.candidate.anchor)
+
+
+def check_types(lifted: Lifted, query: Term, key: Term, full: frozenset[Atom]) -> None:
+    """Floating types, and something along every axis.  Raises ``Miss``."""
+    for role, term in (("query", query), ("key", key), ("value", lifted.value)):
+        node = term.attr[0]
+        if not value_of(node).dtype.is_floating_point:
+            raise Miss(f"the {role} is of type {value_of(node).dtype}", role, node)
+    for atom in full | query.axes | lifted.value.axes:
+        if same_size(atom.size, 0):
+            raise Miss("an axis has no positions", "layout", lifted.candidate.product)
 
 
 def _ordered(lifted: Lifted, scores: Term) -> list[Atom]:
@@ -369,25 +396,25 @@ def split_shift(lifted: Lifted, exponent: Term) -> tuple[Term | None, Term]:
     terms = lifted.lifter.terms
     parts = summands(terms, exponent)
     columns = set(lifted.columns)
-    shift = [p for p in parts if not p.axes & columns and any(t.op in ("reduce", "along") for t in subterms(p))]
-    if not columns:
-        shift = [p for p in shift if any(t.op == "reduce" and t.attr[0] == "amax" for t in subterms(p))]
-    shift = [p for p in shift if _from_row(lifted, p)]
+    shift = [p for p in parts if not p.axes & columns and p.op != "number" and _from_row(p, columns)]
     if not shift:
         return None, exponent
     return total(terms, shift), total(terms, [p for p in parts if p not in shift])
 
 
-def _from_row(lifted: Lifted, term: Term) -> bool:
-    """Whether a row constant is a reduction over the columns (a maximum), not a tensor of the user's."""
-    columns = set(lifted.columns)
-    return any(
-        t.op == "reduce" and (set(t.attr[1]) & columns or _joined(t)) for t in subterms(term) if t.attr is not None
-    )
+def _from_row(term: Term, columns: set[Atom]) -> bool:
+    """Whether a row constant is made of reductions over the columns (a maximum), not of a tensor of the user's.
 
-
-def _joined(term: Term) -> bool:
-    return any(t.op == "cat" for t in subterms(term))
+    What the user adds to a whole row may be infinite, and then it matters.
+    """
+    if term.op == "reduce":
+        return bool(set(term.attr[1]) & columns)
+    if term.op == "maximum":  # of a row and a sink
+        return any(_from_row(a, columns) for a in term.args)
+    if term.op in ("add", "mul"):
+        numbers = [a for a in term.args if a.op == "number"]
+        return len(numbers) < 2 and all(_from_row(a, columns) for a in term.args if a.op != "number")
+    return False
 
 
 def _sink(lifted: Lifted, extras: list[Term], shift: Term | None, term: Term) -> Term:

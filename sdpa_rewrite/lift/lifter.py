@@ -140,6 +140,9 @@ class Lifter:
     def leaf(self, node: Node, dims: Dims) -> Term:
         if any(isinstance(a, Window) for a in atoms_of(dims)):
             raise CannotWindow(node.name)
+        value = value_of(node)
+        if value.is_complex() or value.layout is not torch.strided or value.is_nested:
+            raise Irregular(f"{node.name} is a complex, sparse or nested tensor")
         first = self._seen.setdefault(node, dims)
         for mine, other in zip(dims, first, strict=True):
             if mine and other:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,8 @@ def lift(lifter: Lifter, node: Node, dims: Dims) -> Term:
         return terms.call("div", *(lifter.broadcast(a, dims) for a in node.args[:2]))
     if name == "clamp":
         return _clamp(lifter, node, dims)
+    if args and name == "exp2":
+        return terms.call("exp", terms.call("mul", args[0], terms.number(math.log(2.0))))
     if args and name in SAME:
         return terms.call(SAME[name], *args)
     if args and name in SWAPPED:
@@ -117,15 +120,55 @@ def cast(lifter: Lifter, node: Node, dims: Dims) -> Term:
     source, target = value_of(node.args[0]).dtype, value_of(node).dtype
     if x.op == "number":
         return rounded(lifter, x, target)
-    if target.is_complex or source.is_complex:
-        raise Irregular("complex numbers")
     if target == torch.bool:
         return x if source == torch.bool else lifter.terms.call("ne", x, lifter.terms.number(0))
+    if target.is_floating_point and source.is_floating_point:
+        return _narrowed(lifter, node, dims, x)
     if target.is_floating_point:
-        return x if source.is_floating_point else lifter.terms.call("float", x)
+        return lifter.terms.call("float", x)
     if source.is_floating_point or source == torch.bool:
         return lifter.terms.call("int", x)
     return x
+
+
+BOUNDED = frozenset({"exp", "tanh", "eq", "ne", "lt", "le", "float"})  # of any argument of the forward
+
+
+def _narrowed(lifter: Lifter, node: Node, dims: Dims, x: Term) -> Term:
+    """A cast to a type of smaller range keeps the term, but a fill that it rounds to infinity becomes infinite."""
+    source, target = value_of(node.args[0]).dtype, value_of(node).dtype
+    limit = torch.finfo(target).max
+    if torch.finfo(source).max <= limit or lifter.backward:
+        return x
+    if x.op == "number":
+        return rounded(lifter, x, target)
+    if x.op == "where":
+        chosen = (rounded(lifter, a, target) if a.op == "number" else a for a in x.args[1:])
+        x = lifter.terms.call("where", x.args[0], *chosen)
+    if not any(_exceeds(t, limit) for t in _unbounded(x)):
+        return x
+    if node in lifter.interior:
+        raise Irregular(f"a cast to {target} may turn a finite fill into infinity")
+    return lifter.leaf(node, dims)
+
+
+def _unbounded(term: Term) -> Iterator[Term]:
+    """Leaves and numbers that set the size of ``term``; scores themselves are of a sane size."""
+    if term.op in BOUNDED:
+        return
+    if term.op in ("leaf", "number"):
+        yield term
+    scores = term.op == "reduce" and term.args[0].op == "mul" and all(a.op == "leaf" for a in term.args[0].args)
+    if not scores:
+        for arg in term.args[1:] if term.op == "where" else term.args:
+            yield from _unbounded(arg)
+
+
+def _exceeds(term: Term, limit: float) -> bool:
+    if term.op == "number":
+        return isinstance(term.attr, (int, float)) and limit < abs(term.attr) < math.inf
+    dtype = value_of(term.attr[0]).dtype
+    return bool(dtype.is_floating_point and torch.finfo(dtype).max > limit)
 
 
 def rounded(lifter: Lifter, x: Term, dtype: torch.dtype) -> Term:
