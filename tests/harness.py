@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sdpa_rewrite import report
 from sdpa_rewrite.backend import compile_with
@@ -142,6 +143,8 @@ def difference(ours: Ran, eager: Ran, exact: Ran, program: Program) -> tuple[str
     if mine.keys() != written.keys():
         return f"values {sorted(mine)} instead of {sorted(written)}", math.inf
     dtype = torch.bfloat16 if program.autocast else program.dtype
+    if dtype == torch.float64 and program.softmax in ("float32", "cast"):
+        dtype = torch.float32
     for name, x in mine.items():
         if x.shape != written[name].shape or x.dtype != written[name].dtype:
             return f"{name}: {x.shape} {x.dtype} instead of {written[name].shape} {written[name].dtype}", math.inf
@@ -154,6 +157,57 @@ def difference(ours: Ran, eager: Ran, exact: Ran, program: Program) -> tuple[str
         if text:
             return f"{name}: {text}", ratio
     return "", worst
+
+
+def same_as_eager(
+    function: Callable[..., Any], *args: Any, dynamic: bool | None = False, **options: Any
+) -> report.Collected:
+    """Compile ``function``; its outputs and the gradients of ``args`` are those of eager.  What the pass told."""
+    with report.collect() as collected:
+        mine = _with_gradients(compiled(function, dynamic, **options), args)
+    written = _with_gradients(function, args)
+    random = torch._inductor.config.fallback_random  # another type would draw other numbers
+    true = written if random else _with_gradients(function, tree_map(_in_float64, args))
+    assert len(mine) == len(written)
+    for k, (x, y, z) in enumerate(zip(mine, written, true, strict=True)):
+        assert (x is None) == (y is None), f"value {k}: {x} instead of {y}"
+        if x is not None and y is not None and z is not None:
+            assert (x.shape, x.dtype) == (y.shape, y.dtype), f"value {k}"
+            text, _ = compare(x, y, z, 5 * NOISE[x.dtype] if x.dtype.is_floating_point else 0.0)
+            assert not text, f"value {k}: {text}"
+    return collected
+
+
+def _in_float64(x: Any) -> Any:
+    return x.detach().to(torch.float64).requires_grad_(x.requires_grad) if _is_float(x) else x
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> list[Tensor | None]:
+    """The outputs of ``function``, then the gradients of all that require one, in order."""
+    own = tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, args)
+    torch.manual_seed(0)
+    outputs = [x for x in tree_leaves(function(*own)) if isinstance(x, Tensor)]
+    wanted = [x for x in tree_leaves(own) if isinstance(x, Tensor) and x.requires_grad]
+    roots = [x for x in outputs if x.requires_grad]
+    if not wanted or not roots:
+        return [x.detach() for x in outputs]
+    g = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(x.shape, generator=g).to(x.dtype) for x in roots]
+    return [*(x.detach() for x in outputs), *torch.autograd.grad(roots, wanted, cotangents, allow_unused=True)]
+
+
+def statuses(collected: report.Collected) -> list[str]:
+    """What became of each candidate, in order."""
+    return [o.status for o in collected.sites]
+
+
+def reasons(collected: report.Collected) -> str:
+    """All reasons, in one text."""
+    return "; ".join(str(r) for o in collected.sites for r in o.reasons)
 
 
 def same_strides(a: Tensor, b: Tensor) -> bool:

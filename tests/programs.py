@@ -61,7 +61,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     ),
     "keep": (
         *("none", "none", "arange", "tril", "triu", "buffer", "window", "offset", "pad", "pad_int", "random"),
-        *("random_heads", "rows", "two", "prefix", "all", "nothing", "self_exclude"),
+        *("random_heads", "rows", "two", "stacked", "prefix", "all", "nothing", "self_exclude"),
     ),
     "apply": ("fill", "where", "add", "multiply", "fill_not"),
     "fill": ("-inf", "min", "-1e9", "-1e4", "-1e30", "-100"),
@@ -222,9 +222,9 @@ def _extras(program: Program, randn: Any, rand: Any, qkv: Tensors) -> Tensors:
         value = {"tensor_mul": 0.37, "tensor_div": 2.7, "learned": 0.6, "learned_log": -0.5}[program.scale]
         out["scale"] = torch.tensor(value, dtype=program.dtype)
     if program.scale == "per_head":
-        out["scale"] = rand(h, 1, 1).to(program.dtype)
+        out["scale"] = (rand(h, 1, 1) * 0.7 + 0.3).to(program.dtype)
     if program.scale == "per_row":
-        out["scale"] = rand(b, 1, s, 1).to(program.dtype)
+        out["scale"] = (rand(b, 1, s, 1) * 0.7 + 0.3).to(program.dtype)
     shapes = {
         "heads": (b, h, s, t),
         "full": (b, 1, s, t),
@@ -253,7 +253,7 @@ def _extras(program: Program, randn: Any, rand: Any, qkv: Tensors) -> Tensors:
     keep = program.keep
     if keep == "buffer":
         out["keep"] = torch.tril(torch.ones(80, 80)).view(1, 1, 80, 80)
-    if keep in ("pad", "pad_int", "two"):
+    if keep in ("pad", "pad_int", "two", "stacked"):
         lengths = (rand(b) * t).long() + (0 if program.fill == "-inf" else 1)
         out["keep"] = torch.arange(t)[None] < lengths[:, None]
         if keep == "pad_int":
@@ -318,7 +318,7 @@ def _attention(program: Program, x: Tensors, wide: torch.dtype) -> Tensor:
 
 def _heads(program: Program, x: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value as the scores read them."""
-    b, h, s, t, d, e = program.shape
+    b, h, s, _, d, e = program.shape
     layout, kv = program.layout, program.kv_heads
     if layout == "same":
         return x["x"], x["x"], x["x"]
@@ -512,7 +512,7 @@ def _visible(program: Program, scores: Tensor, x: Tensors) -> Tensor:
         return (j <= i) & (j > i - 3)
     if kind == "offset":
         return j <= i + (t - s)
-    if kind in ("pad", "pad_int"):
+    if kind in ("pad", "pad_int", "stacked"):
         return _fit(program, x["keep"][:, None, None, :]).bool()
     if kind == "two":
         return _fit(program, x["keep"][:, None, None, :]) & (j <= i)
@@ -536,6 +536,8 @@ def _masked(program: Program, scores: Tensor, x: Tensors) -> Tensor:
     if program.keep == "none":
         return scores
     visible, fill = _visible(program, scores, x), fill_value(program)
+    if program.keep == "stacked":
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) == 1, -math.inf)
     if program.dtype == torch.float16 or program.autocast:
         fill = max(fill, -60000.0) if math.isfinite(fill) else fill
     if program.apply == "where":

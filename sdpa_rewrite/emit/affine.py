@@ -81,6 +81,8 @@ def _affine(site: Site, term: Term, hole: Term) -> Affine:
     others = [a for a in term.args if a is not inner[0]]
     if term.op == "mul":
         return _scaled(site, x, others[0])
+    if term.op == "div" and term.args[0] is inner[0]:  # s / c -> s * (1 / c)
+        return _scaled(site, x, terms.call("div", terms.number(1.0), others[0]))
     if term.op == "add":
         return _added(terms, x, others[0])
     if term.op == "where" and term.args[0] is not inner[0]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from sdpa_rewrite.algebra.axes import Atom, Dim
+from sdpa_rewrite.emit.arrange import RealWorld
 from sdpa_rewrite.site import Site
 
 
@@ -18,6 +21,7 @@ class Heads:
 
     @property
     def heads(self) -> Dim:
+        """The heads of query and output."""
         return (*self.shared, *self.group)
 
 
@@ -38,3 +42,26 @@ def heads_of(site: Site, varying: frozenset[Atom] = frozenset()) -> Heads:
     if len(rest) == 1:
         return Heads(rest, (), group) if len(site.batch) > 1 and site.batch[0] is rest[0] else Heads((), rest, group)
     return Heads(rest[:-1], rest[-1:], group)
+
+
+def grouped(site: Site, heads: Heads, x: Tensor, world: RealWorld) -> Tensor:
+    """Over all axes -> (batch, heads, rows, columns), each of size one where ``x`` does not vary."""
+    groups: list[Dim] = [heads.batch, heads.heads, site.rows, site.columns]
+    x = x.reshape([1] * (len(world.order) - x.dim()) + list(x.shape))
+    full: list[int] = []
+    shape: list[int] = []
+    at = 0
+    for group in groups:
+        wide = any(not _one(x.shape[at + k]) for k in range(len(group)))
+        extent = 1
+        for atom in group:
+            n = world.size(atom) if wide else 1
+            full.append(n)
+            extent = extent * n
+            at += 1
+        shape.append(extent)
+    return x.expand(full).reshape(shape)
+
+
+def _one(n: int) -> bool:
+    return isinstance(n, int) and n == 1

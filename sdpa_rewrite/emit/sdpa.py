@@ -1,12 +1,6 @@
 """The ``sdpa`` emitter: ATen's scaled dot-product attention.
 
-Takes score programs of the form ``scale * s + mask``.  Where ATen's kernels mean something else than what the
-user wrote (a row masked as a whole, a NaN), the difference is put right at O(rows) cost:
-
-- ATen gives 0 for a row whose logits are all -inf, and its logsumexp does not tell such rows; softmax as written
-  gives NaN.  A NaN is put into the row's query, which makes output and gradients NaN where they were.
-- ``masked_fill(mask, -1e9)`` makes a row masked as a whole uniform; as an added bias it would not be.  The query of
-  such a row is set to zero, which makes its scores equal.
+Takes score programs of the form ``scale * s + mask``.  What its masks need to mean what the user wrote is in ``masks``.
 """
 
 from __future__ import annotations
@@ -17,17 +11,17 @@ import sympy
 import torch
 from torch import Tensor
 
-from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, product, same_size
+from sdpa_rewrite.algebra.axes import Atom, Dims, product, same_size
 from sdpa_rewrite.algebra.interpret import evaluate
 from sdpa_rewrite.algebra.term import Term
-from sdpa_rewrite.emit.affine import Affine, NotAffine, affine, may_be_infinite, may_mask
+from sdpa_rewrite.emit.affine import Affine, NotAffine, affine, may_mask
 from sdpa_rewrite.emit.arrange import RealWorld
 from sdpa_rewrite.emit.base import Inputs, compute_dtype, device_of, dtype_of
-from sdpa_rewrite.emit.heads import Heads, heads_of
+from sdpa_rewrite.emit.heads import Heads, grouped, heads_of
+from sdpa_rewrite.emit.masks import Masked, masked
 from sdpa_rewrite.site import Site
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INFINITY = float("inf")
 
 
 class SDPA:
@@ -55,13 +49,13 @@ class SDPA:
         causal = form.causal(site)
         world = _mask_world(site, inputs, heads, dtype)
         q, scale = _scaled(site, inputs, form, heads, q, world)
-        mask, q = (None, q) if causal else _mask(site, form, heads, world, q)
-        width = v.shape[-1]
-        q, k, v = _equal_widths(site, q, k, v)
+        rows = Masked(q) if causal else masked(site, form, heads, world, q)
+        q, k, padded = _equal_widths(site, rows.query, k, v)
         run = _cpu if device_of(site).type == "cpu" else _other
-        out, logsumexp = run(q, k, v, mask, causal, scale)
+        out, logsumexp = run(q, k, padded, rows.mask, causal, scale)
         if not same_size(product(site.depth), product(site.width)):
-            out = out[..., :width]
+            out = out[..., : v.shape[-1]]
+        out = rows.finished(out, v)
         if site.sink is not None:
             assert logsumexp is not None
             out = _less_sink(site, inputs, heads, out, logsumexp.detach())
@@ -159,7 +153,7 @@ def _scaled(
         return q, float(scale.attr)
     if scale.op == "number":
         return q * world.sizes.number(scale.attr), 1.0
-    factor = _grouped(site, heads, evaluate(scale, world), world)
+    factor = grouped(site, heads, evaluate(scale, world), world)
     return (q * factor).to(q.dtype), 1.0
 
 
@@ -169,62 +163,13 @@ def _mask_world(site: Site, inputs: Inputs, heads: Heads, dtype: torch.dtype) ->
     return inputs.world(site, order, wide)
 
 
-def _grouped(site: Site, heads: Heads, x: Tensor, world: RealWorld) -> Tensor:
-    """Over all axes -> (batch, heads, rows, columns), each of size one where ``x`` does not vary."""
-    groups: list[Dim] = [heads.batch, heads.heads, site.rows, site.columns]
-    x = x.reshape([1] * (len(world.order) - x.dim()) + list(x.shape))
-    full: list[int] = []
-    shape: list[int] = []
-    at = 0
-    for group in groups:
-        wide = any(not _one(x.shape[at + k]) for k in range(len(group)))
-        extent = 1
-        for atom in group:
-            n = world.size(atom) if wide else 1
-            full.append(n)
-            extent = extent * n
-            at += 1
-        shape.append(extent)
-    return x.expand(full).reshape(shape)
-
-
-def _one(n: int) -> bool:
-    return isinstance(n, int) and n == 1
-
-
-def _mask(site: Site, form: Affine, heads: Heads, world: RealWorld, q: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The additive mask, and the query with rows that are masked as a whole put right."""
-    if form.mask is None:
-        return None, q
-    mask = _grouped(site, heads, evaluate(form.mask, world), world)
-    q = _uniform_rows(site, form, heads, world, q, mask)
-    if site.softmax == "softmax" and site.sink is None and may_be_infinite(site, form.mask):
-        empty = (mask == -INFINITY).all(-1, keepdim=True)
-        q = q + torch.where(empty, math.nan, 0.0).to(q.dtype)
-    wide = q.dtype if q.dtype == torch.float64 else torch.float32
-    return mask if mask.dtype == q.dtype else mask.to(wide), q
-
-
-def _uniform_rows(site: Site, form: Affine, heads: Heads, world: RealWorld, q: Tensor, mask: Tensor) -> Tensor:
-    """Rows filled as a whole, with a finite value somewhere, do not depend on the scores: their query becomes zero.
-
-    Where adding a score to the value changes nothing, that matters to the gradients only.
-    """
-    if not any(f.finite and (site.training or not f.absorbs) for f in form.fills):
-        return q
-    filled = evaluate(form.fills[0].condition, world)
-    for fill in form.fills[1:]:
-        filled = filled | evaluate(fill.condition, world)
-    constant = _grouped(site, heads, filled, world) | (mask == -INFINITY)
-    return torch.where(constant.all(-1, keepdim=True), torch.zeros((), dtype=q.dtype, device=q.device), q)
-
-
 def _equal_widths(site: Site, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """ATen wants one head size: zeros change neither the scores nor the outputs that are kept."""
     depth, width = product(site.depth), product(site.width)
     if same_size(depth, width):
         return q, k, v
-    assert isinstance(depth, int) and isinstance(width, int)
+    assert isinstance(depth, int)
+    assert isinstance(width, int)
     pad = torch.nn.functional.pad
     if depth > width:
         return q, k, pad(v, (0, depth - width))
@@ -254,7 +199,7 @@ def _less_sink(site: Site, inputs: Inputs, heads: Heads, out: Tensor, logsumexp:
     """The sink's share of the denominator taken off."""
     assert site.sink is not None
     world = inputs.world(site, [*heads.batch, *heads.heads, *site.rows, *site.columns], logsumexp.dtype)
-    sink = _grouped(site, heads, evaluate(site.sink, world), world)[..., 0]
+    sink = grouped(site, heads, evaluate(site.sink, world), world)[..., 0]
     share = torch.sigmoid(logsumexp - sink)
     return (out * share[..., None]).to(out.dtype)
 
@@ -278,4 +223,4 @@ def _weighted(site: Site, inputs: Inputs, heads: Heads, out: Tensor) -> Tensor:
         return out
     order = [*heads.batch, *heads.heads, *site.rows, *site.columns]
     world = inputs.world(site, order, out.dtype)
-    return (out * _grouped(site, heads, evaluate(factor, world), world)).to(out.dtype)
+    return (out * grouped(site, heads, evaluate(factor, world), world)).to(out.dtype)
