@@ -24,7 +24,7 @@ def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
     order = {node: k for k, node in enumerate(graph.nodes)}
     analysis = Analysis(order)
     verdicts = [(c.anchor.name, source_line(c.anchor), analysis.verdict(c)) for c in match.candidates(graph)]
-    memory = Memory()
+    memory = Memory(frozenset(n for _, _, verdict in verdicts if isinstance(verdict, Site) for n in verdict.operands))
     return tuple(
         _rewritten(graph, verdict, order, memory, name, source)
         if isinstance(verdict, Site)

@@ -46,8 +46,12 @@ class Traced:
 
 @dataclass
 class Memory:
-    """What one graph's rewrites remember: traces, for sites that are alike, and what stands for replaced nodes."""
+    """What one graph's rewrites remember: traces, for sites that are alike, and what stands for replaced nodes.
 
+    ``held`` are nodes that sites still to be rewritten read: these are replaced, not passed over.
+    """
+
+    held: frozenset[Node] = frozenset()
     traces: dict[Any, GraphModule] = field(default_factory=dict)
     replaced: dict[Node, Node] = field(default_factory=dict)
 
@@ -93,8 +97,8 @@ def rewrite(
     """
     memory = memory or Memory()
     site = moved(site, memory.current)
-    result = settled(site.result)
-    gradients = tuple(Gradient(g.role, settled(g.result)) for g in site.gradients)
+    result = settled(site.result, memory.held)
+    gradients = tuple(Gradient(g.role, settled(g.result, memory.held)) for g in site.gradients)
     try:
         traced = trace(site, emitter, result, gradients, graph, memory)
     except (Unavailable, Irregular, Refine) as error:
@@ -117,10 +121,10 @@ def rewrite(
     return list(splice.added)
 
 
-def settled(operand: Operand) -> Operand:
+def settled(operand: Operand, held: frozenset[Node] = frozenset()) -> Operand:
     """Past the layout operators that only this result goes through: where the kernel's own layout may fit as it is."""
     node, dims = operand.node, operand.dims
-    while len(node.users) == 1:
+    while len(node.users) == 1 and node not in held:
         user = next(iter(node.users))
         if not is_call(user) or opname(user) not in LAYOUT or opname(user) in ("expand", "repeat"):
             break

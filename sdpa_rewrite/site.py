@@ -116,5 +116,11 @@ class Site:
         return replace(self, result=result)
 
     @property
+    def operands(self) -> tuple[Node, ...]:
+        """The nodes that this site reads."""
+        cotangent = (self.cotangent,) if self.cotangent is not None else ()
+        return tuple(o.node for o in (self.query, self.key, self.value, *(c.operand for c in self.captures), *cotangent))
+
+    @property
     def scores_axes(self) -> frozenset[Atom]:
         return frozenset((*self.batch, *self.rows, *self.columns))
