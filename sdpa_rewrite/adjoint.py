@@ -31,7 +31,7 @@ def complete(site: Site, lifter: Lifter, candidate: Candidate, order: dict[Node,
         return site
     trial = site.with_backward(*cotangent, ())
     named = _named(trial, found, lifter, candidate)
-    active = _Escapes(found, named, candidate).check()
+    active = _Escapes(found, named, candidate, cotangent[0].node).check()
     if not active:
         return site
     gradients = tuple(Gradient(named[n].role, Operand(n, found.known[n])) for n in active)
@@ -131,6 +131,7 @@ class _Escapes:
     found: Followed
     named: dict[Node, prove.Claim]
     candidate: Candidate
+    cotangent: Node | None = None
 
     def check(self) -> list[Node]:
         """The gradients that are read; raises ``Miss`` when another interior value is."""
@@ -147,9 +148,10 @@ class _Escapes:
             if behind is not None:
                 problems[node] = problems[behind]
         own = sorted(reached - found.terms.keys(), key=order.__getitem__)
-        for node in own:  # a value of the forward that is read as it is explains more than what becomes of it
-            if problems.get(node, (None,))[0] is node:
-                raise self._miss(node, problems[node][1])
+        direct = sorted((n for n, (culprit, _) in problems.items() if culprit is n), key=order.__getitem__)
+        for node in direct:  # a value of the forward that is read as it is explains more than what becomes of it
+            if not self._depends_on_cotangent(node):
+                raise self._miss(*problems[node])
         for node in own:
             if node in problems:
                 raise self._miss(*problems[node])
@@ -174,7 +176,7 @@ class _Escapes:
     def _miss(self, node: Node, reader: Node) -> Miss:
         found = self.found
         what = "output" if reader.op == "output" else str(reader.target)
-        if node in found.terms and self._depends_on_cotangent(node):
+        if self._depends_on_cotangent(node):
             axes = frozenset(atoms_of(found.known[node]))
             roles = {"query": found.site.query, "key": found.site.key, "value": found.site.value}
             like = [name for name, operand in roles.items() if operand.axes == axes]
@@ -188,8 +190,7 @@ class _Escapes:
         return Miss(f"the {name} are also read by {what}{through}", "escape", reader)
 
     def _depends_on_cotangent(self, node: Node) -> bool:
-        cotangent = _cotangent(self.found)
-        term = self.found.terms[node]
-        if cotangent is None:
+        if node not in self.found.terms or self.cotangent is None:
             return False
-        return term is None or any(t.op == "leaf" and t.attr[0] is cotangent[0].node for t in subterms(term))
+        term = self.found.terms[node]
+        return term is None or any(t.op == "leaf" and t.attr[0] is self.cotangent for t in subterms(term))

@@ -178,7 +178,7 @@ def lift(candidate: Candidate, axes: Axes) -> Lifted:
     left_is_weights = candidate.weights_at == (1 if opname(product) in ("baddbmm", "addmm") else 0)
     shape = shape_of(value_of(candidate.weights))
     columns = axes.dim((product, "j"), shape[-1] if left_is_weights else shape[-2], "j")
-    lifter.bound.append(columns)
+    lifter.bound += [columns, *((a,) for a in atoms_of(dims[:-2] + (dims[-2 if left_is_weights else -1],)))]
     if left_is_weights:
         at, other = (*dims[:-1], columns), (*dims[:-2], columns, dims[-1])
     else:
@@ -212,8 +212,7 @@ def site_of(lifted: Lifted) -> Site:
     query, key = sides(scores, columns)
     check_free(lifted, scores, softmax)
     batch = tuple(a for a in _ordered(lifted, scores) if a not in columns and a in scores.axes)
-    rows = tuple(a for a in batch if a not in key.axes and a not in lifted.value.axes)
-    rows = _rows(lifted, rows, key, query)
+    rows = _rows(lifted, key)
     batch = tuple(a for a in batch if a not in rows)
     depth = scores.attr[1]
     width = tuple(a for a in atoms_of(lifted.dims) if a in lifted.value.axes and a not in scores.axes)
@@ -229,6 +228,7 @@ def site_of(lifted: Lifted) -> Site:
     }
     sink = softmax.sink
     captures, programs, sink = capture(lifted, programs, sink)
+    check_captures(lifted, scores, captures)
     check_pointwise(lifted, programs, set(columns))
     check_types(lifted, query, key, full)
     node, dims = query.attr
@@ -261,6 +261,15 @@ def site_of(lifted: Lifted) -> Site:
     )
 
 
+def check_captures(lifted: Lifted, scores: Term, captures: tuple[Capture, ...]) -> None:
+    """No captured tensor is made of the scores (their transpose, say).  Raises ``Miss``."""
+    node = _node(lifted, scores)
+    below = _descendants(node, lifted.candidate.interior) if node is not None else set()
+    for capture in captures:
+        if capture.operand.node in below:
+            raise Miss("the scores are also read along other axes", "score", capture.operand.node)
+
+
 def check_pointwise(lifted: Lifted, programs: dict[str, Term], columns: set[Atom]) -> None:
     """Scores are mapped one by one; weights too, or with sums along their own row.  Raises ``Miss``."""
     for role, program in programs.items():
@@ -291,12 +300,14 @@ def _ordered(lifted: Lifted, scores: Term) -> list[Atom]:
     return first + sorted((a for a in scores.axes if a not in first), key=lambda a: a.name)
 
 
-def _rows(lifted: Lifted, found: tuple[Atom, ...], key: Term, query: Term) -> Dim:
-    """Axes that key and value both lack are rows, except grouped heads, which stand before the row dimension."""
-    dims = lifted.dims
-    left_is_weights = lifted.candidate.values is lifted.candidate.product.args[1]
-    row_dim = dims[-2] if left_is_weights else dims[-1]
-    return tuple(a for a in found if a in row_dim)
+def _rows(lifted: Lifted, key: Term) -> Dim:
+    """The axes of the product's row dimension, which key and value lack.  Raises ``Miss`` where they do not."""
+    product = lifted.candidate.product
+    rows = lifted.dims[-2] if lifted.candidate.values is product.args[1] else lifted.dims[-1]
+    for role, axes in (("key", key.axes), ("value", lifted.value.axes)):
+        if axes & set(rows):
+            raise Miss(f"each query has {role}s of its own", role, product)
+    return rows
 
 
 def _node(lifted: Lifted, term: Term) -> Node | None:
@@ -372,7 +383,7 @@ def _quotient(lifted: Lifted, term: Term, numerator: Term, denominator: Term) ->
         over = frozenset(part.attr[1])
         if over != columns and part.args[0] is numerator:
             raise Miss(
-                f"the probabilities are normalised over {_names(over)}, not over the keys",
+                f"the probabilities are normalised over {_names(over)}, not over the axis that meets the values",
                 "softmax",
                 _node(lifted, term) or lifted.candidate.anchor,
             )

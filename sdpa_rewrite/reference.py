@@ -26,7 +26,7 @@ def attention(site: Site, world: World, values: Mapping[str, Tensor], pinned: Te
     world.values[site.terms.hole("score", site.scores_axes)] = scores
     logits = evaluate(site.score, world)
     logits = logits.expand(torch.broadcast_shapes(logits.shape, scores.shape))
-    sink = evaluate(site.sink, world) if site.sink is not None else None
+    sink = world.expanded(evaluate(site.sink, world), ()) if site.sink is not None else None
     probabilities = normalise(logits, columns, sink, site.softmax)
     world.values[site.terms.hole("probability", site.scores_axes)] = probabilities
     weights = evaluate(site.weight, world)

@@ -77,6 +77,7 @@ def _fold(name: str, values: list[Number]) -> Number | None:
         "sqrt": sympy.sqrt if symbolic else math.sqrt,
         "pow": lambda a, b: a**b,
         "exp": sympy.exp if symbolic else math.exp,
+        "log": sympy.log if symbolic else math.log,
     }
     if name not in table or any(isinstance(v, bool) for v in values):
         return None
