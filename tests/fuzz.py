@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
 from tests import programs
 from tests.harness import Verdict, judge
+from tests.near_misses import NEAR_MISSES, judge_near_miss
 from tests.programs import Program
 
 
-def simplest(program: Program, verdict: Verdict) -> tuple[Program, Verdict]:
+def simplest(program: Program, verdict: Verdict, judge: Callable[[Program], Verdict]) -> tuple[Program, Verdict]:
     """A program with as few unusual fields as possible that is still wrong."""
     while True:
         for simpler in program.simpler():
@@ -33,6 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--near-misses", action="store_true", help="programs that are something else")
     parser.add_argument("--reasons", action="store_true", help="also count why programs were not fused")
     parser.add_argument("--keep-going", type=int, default=20, help="stop after this many wrong programs")
     options = parser.parse_args()
@@ -44,7 +48,9 @@ def main() -> int:
     start, worst = time.time(), 0.0
     while counts["drawn"] < options.programs and counts["wrong"] < options.keep_going:
         program = programs.draw(source)
-        verdict = judge(program)
+        near = source.choice(sorted(NEAR_MISSES)) if options.near_misses else ""
+        judge_one = functools.partial(judge_near_miss, name=near) if near else judge
+        verdict = judge_one(program)
         if verdict.status == "invalid":
             counts["invalid"] += 1
             continue
@@ -56,8 +62,8 @@ def main() -> int:
             reasons["missed: no candidate"] += 1
         if verdict.wrong:
             counts["wrong"] += 1
-            program, verdict = simplest(program, verdict)
-            print(f"WRONG {program.describe()}\n    {verdict.wrong}", flush=True)
+            program, verdict = simplest(program, verdict, judge_one)
+            print(f"WRONG {near} {program.describe()}\n    {verdict.wrong}", flush=True)
         if counts["drawn"] % 50 == 0:
             print(f"... {dict(counts)} worst error {worst:.2f} of the allowed, {time.time() - start:.0f} s", flush=True)
     if options.reasons:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
@@ -295,25 +296,41 @@ def leaves(program: Program, inputs: Tensors) -> list[str]:
 # -- the program ---------------------------------------------------------------------------------------------
 
 
-def run(program: Program, x: Tensors, wide: torch.dtype = torch.float32) -> Tensor:
-    """What the user wrote.  ``wide`` is what float32 in it stands for (float64 in the exact run)."""
+Change = Callable[[Tensor], Tensor]
+
+
+def run(
+    program: Program,
+    x: Tensors,
+    wide: torch.dtype = torch.float32,
+    scores: Change | None = None,
+    probabilities: Change | None = None,
+) -> Tensor:
+    """What the user wrote.  ``wide`` is what float32 in it stands for (float64 in the exact run).
+
+    ``scores`` and ``probabilities`` change these on their way: for programs that are something else.
+    """
     if program.autocast:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return _attention(program, x, wide)
-    return _attention(program, x, wide)
+            return _attention(program, x, wide, scores, probabilities)
+    return _attention(program, x, wide, scores, probabilities)
 
 
-def _attention(program: Program, x: Tensors, wide: torch.dtype) -> Tensor:
+def _attention(
+    program: Program, x: Tensors, wide: torch.dtype, change: Change | None, change_probabilities: Change | None
+) -> Tensor:
     q, k, v = _heads(program, x)
     q, k = _scale_operands(program, q, k, x)
     scores = _scores(program, q, k, x)
+    scores = change(scores) if change is not None else scores
     steps = program.order
     if program.layout == "baddbmm" and program.bias != "none":
         steps = tuple(step for step in steps if step != "bias")
     for step in steps:
         scores = _step(program, step, scores, q, x)
-    probabilities = _weigh(program, _softmax(program, scores, x, wide), x)
-    return _output(program, _values(program, probabilities, v), q)
+    probabilities = _softmax(program, scores, x, wide)
+    probabilities = change_probabilities(probabilities) if change_probabilities is not None else probabilities
+    return _output(program, _values(program, _weigh(program, probabilities, x), v), q)
 
 
 def _heads(program: Program, x: Tensors) -> tuple[Tensor, Tensor, Tensor]:

@@ -128,8 +128,8 @@ def test_C5_a_pass_that_fails_does_not_stop_the_compilation(monkeypatch: pytest.
 def test_C6_second_order_gradients_are_refused_by_torch() -> None:
     q, k, v = qkv(grad=True)
     out = compiled(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)(q, k, v)
+    [g] = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
-        [g] = torch.autograd.grad(out.square().sum(), q, create_graph=True)
         g.square().sum().backward()
 
 

@@ -167,9 +167,9 @@ def test_W7_half_probabilities_and_float_values_raise_as_in_eager() -> None:
         return (q @ k.transpose(-2, -1)).softmax(-1) @ v.float()
 
     q, k, v = qkv(dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="dtype|scalar type"):
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
         attention(q, k, v)
-    with pytest.raises(Exception, match="dtype|scalar type"):
+    with pytest.raises(Exception, match=r"dtype|scalar type"):
         compiled(attention)(q, k, v)
 
 

@@ -31,7 +31,7 @@ class SDPA:
 
     def reasons_against(self, site: Site) -> list[str]:
         """Why ATen's kernels cannot take the site."""
-        reasons = [*_program_reasons(site), *_type_reasons(site)]
+        reasons = [*_program_reasons(site), *_type_reasons(site), *_copy_reasons(site)]
         if device_of(site).type == "cpu":
             reasons += _cpu_reasons(site)
         elif device_of(site).type == "cuda":
@@ -109,6 +109,20 @@ def _type_reasons(site: Site) -> list[str]:
         if same_size(product(dim), 0) or any(same_size(a.size, 0) for a in site.batch):
             reasons.append(f"an empty dimension ({name})")
             break
+    return reasons
+
+
+def _copy_reasons(site: Site) -> list[str]:
+    """Batch axes that only one of key and value has: the kernel wants the other copied along them."""
+    rows, batch = product(site.rows), set(site.batch)
+    reasons = []
+    for role, operand, other, size in (
+        ("keys", site.key, site.value, product(site.depth)),
+        ("values", site.value, site.key, product(site.width)),
+    ):
+        shared = (other.axes - operand.axes) & batch
+        if shared and isinstance(rows, int) and isinstance(size, int) and rows < size:
+            reasons.append(f"a copy of the {role} for each of {product(shared)} would be larger than the scores")
     return reasons
 
 

@@ -1,0 +1,123 @@
+"""Programs of ``tests.programs`` with one thing changed that makes them something else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests import programs
+from tests.harness import Verdict, judge_function
+from tests.programs import Program, Tensors
+
+Change = Callable[[Tensor], Any]
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 0.5
+
+
+def _own_gradient(x: Tensor) -> Tensor:
+    return _Scaled.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _half_detached(x: Tensor) -> Tensor:
+    return 0.5 * x + 0.5 * x.detach()
+
+
+def _rolled(x: Tensor) -> Tensor:
+    return x.roll(1, -1)
+
+
+def _flipped(x: Tensor) -> Tensor:
+    return x.flip(-2)
+
+
+def _sorted(x: Tensor) -> Tensor:
+    return x.sort(-1).values
+
+
+def _top(x: Tensor) -> Tensor:
+    return x.masked_fill(x < x.mean(-1, keepdim=True), -torch.inf)
+
+
+def _smoothed(x: Tensor) -> Tensor:
+    return x + 0.1 * x.mean(-2, keepdim=True)
+
+
+def _cumulated(x: Tensor) -> Tensor:
+    return x.cumsum(-1)
+
+
+def _squared(x: Tensor) -> Tensor:
+    return x * x
+
+
+def _centred(x: Tensor) -> Tensor:
+    return x - x.mean(-2, keepdim=True)
+
+
+def _renormalised(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 0.1)
+
+
+def _thresholded(x: Tensor) -> Tensor:
+    return torch.where(x > 0.1, x, 0.0)
+
+
+# where it happens, and what
+NEAR_MISSES: dict[str, tuple[str, Change]] = {
+    "scores with a gradient of their own": ("scores", _own_gradient),
+    "scores half detached": ("scores", _half_detached),
+    "scores rolled": ("scores", _rolled),
+    "scores flipped": ("scores", _flipped),
+    "scores sorted": ("scores", _sorted),
+    "scores above their mean": ("scores", _top),
+    "scores smoothed over the queries": ("scores", _smoothed),
+    "scores cumulated": ("scores", _cumulated),
+    "scores squared": ("scores", _squared),
+    "scores centred over the queries": ("scores", _centred),
+    "probabilities with a gradient of their own": ("probabilities", _own_gradient),
+    "probabilities half detached": ("probabilities", _half_detached),
+    "probabilities rolled": ("probabilities", _rolled),
+    "probabilities smoothed over the queries": ("probabilities", _smoothed),
+    "probabilities cumulated": ("probabilities", _cumulated),
+    "probabilities squared": ("probabilities", _squared),
+    "probabilities renormalised": ("probabilities", _renormalised),
+    "probabilities above a threshold": ("probabilities", _thresholded),
+}
+# without a gradient these are attention still
+MAY_FUSE = frozenset(
+    {
+        "scores with a gradient of their own",
+        "scores half detached",
+        "probabilities with a gradient of their own",
+        "probabilities half detached",
+    }
+)
+
+
+def judge_near_miss(program: Program, name: str) -> Verdict:
+    """Compile ``program`` with the change: the same as eager, and not fused as if nothing had changed."""
+    place, change = NEAR_MISSES[name]
+    program = replace(program, weight="none" if program.weight == "dropout" else program.weight)
+
+    def run(x: Tensors, wide: torch.dtype = torch.float32) -> Tensor:
+        return programs.run(program, x, wide, **{place: change})
+
+    verdict = judge_function(program, run, functools.partial(run, wide=torch.float64))
+    small = 1 in program.shape or 0 in program.shape  # one key or query: many changes change nothing
+    gradients = programs.leaves(program, programs.tensors(program))
+    if verdict.status == "fused" and not verdict.wrong and not small and not (name in MAY_FUSE and not gradients):
+        verdict.wrong = "" if name in MAY_FUSE and program.grads == "v" else "fused although it is something else"
+    return verdict
