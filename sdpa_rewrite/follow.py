@@ -245,10 +245,9 @@ def _combined(found: Followed, node: Node) -> Dims | None:
     missing = [k for k, size in enumerate(shape) if not out[k] and not same_size(size, 1)]
     if len(missing) > 1:
         return None
-    if missing and opname(node) == "mul" and len(inputs) == 1:  # an outer product: a contraction over one position
-        other = next((n for n in node.all_input_nodes if n not in found.known), None)
-        if other is None or not found.square(inputs[0]):
-            return None
+    other = next((n for n in node.all_input_nodes if n not in found.known), None)
+    if missing and opname(node) == "mul" and other is not None and len(inputs) == 1 and found.square(inputs[0]):
+        # an outer product: a contraction over one position
         out[missing[0]] = _free(found, node, other, shape[missing[0]], tuple(out))
         return tuple(out)
     for k in missing:  # a value per row meets a tensor of rows and columns, or of the columns of a concatenation

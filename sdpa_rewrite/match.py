@@ -30,6 +30,7 @@ from sdpa_rewrite.lift.ops import (
 )
 from sdpa_rewrite.site import Capture, Miss, Operand, Site
 
+SEVERAL_KEYS = "one softmax runs over several key tensors (their scores are concatenated)"
 REACH = 400  # nodes looked at on each side of a softmax
 BARRIERS = frozenset({"convolution", "embedding", "native_layer_norm", "native_group_norm", "_native_batch_norm_legit"})
 
@@ -326,7 +327,35 @@ def find_softmax(lifted: Lifted) -> Normalised:
             continue
         if found is not None:
             return _safe(lifted, found)
-    raise nearest or Miss("no division by a sum over the keys", "softmax", lifted.candidate.anchor)
+    raise nearest or _hidden(lifted)
+
+
+def _hidden(lifted: Lifted) -> Miss:
+    """Why no softmax is seen in the weights: what stands between it and the product."""
+    candidate = lifted.candidate
+    leaf = next((t.attr[0] for t in subterms(lifted.weights) if t.op == "leaf" and t.attr[0] in candidate.interior), None)
+    if leaf is None:
+        return Miss("no division by a sum over the keys", "softmax", candidate.anchor)
+    after = _descendants(candidate.anchor, candidate.interior)
+    joined = any(opname(n) == "cat" for n in candidate.interior - after)
+    if opname(leaf) == "slice" and joined and len(candidate.scores) > 1:
+        return Miss(
+            f"{SEVERAL_KEYS}: its probabilities are cut into parts that meet several values", "softmax", leaf
+        )
+    opaque = next((n for n in _back(leaf, after) if not _glue(n) and opname(n) not in ("sum", "amax")), leaf)
+    return Miss(f"the probabilities pass through {opaque.target}", "weight", opaque)
+
+
+def _back(node: Node, within: set[Node]) -> Iterator[Node]:
+    """``node`` and what it depends on, inside ``within``."""
+    seen, queue = {node}, deque([node])
+    while queue:
+        top = queue.popleft()
+        yield top
+        for source in top.all_input_nodes:
+            if source in within and source not in seen:
+                seen.add(source)
+                queue.append(source)
 
 
 def _safe(lifted: Lifted, found: Normalised) -> Normalised:
@@ -383,7 +412,7 @@ def _quotient(lifted: Lifted, term: Term, numerator: Term, denominator: Term) ->
         over = frozenset(part.attr[1])
         if over != columns and part.args[0] is numerator:
             raise Miss(
-                f"the probabilities are normalised over {_names(over)}, not over the axis that meets the values",
+                f"the probabilities are normalised over {_names(over)}, but contracted over {_names(columns)}",
                 "softmax",
                 _node(lifted, term) or lifted.candidate.anchor,
             )
@@ -436,7 +465,7 @@ def _sink(lifted: Lifted, extras: list[Term], shift: Term | None, term: Term) ->
     if extra.axes & set(lifted.columns):
         raise Miss("the denominator has a part that varies along the keys", "softmax", node)
     if any(p.op == "reduce" and p.attr[0] == "sum" for p in extras):
-        raise Miss("the denominator also sums over other scores", "softmax", node)
+        raise Miss(f"{SEVERAL_KEYS}: the denominator also sums over other scores", "softmax", node)
     if extra.op != "exp" and shift is None:
         return terms.call("log", extra)
     if extra.op == "exp":
