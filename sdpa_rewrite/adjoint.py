@@ -180,7 +180,9 @@ class _Escapes:
             axes = frozenset(atoms_of(found.known[node]))
             roles = {"query": found.site.query, "key": found.site.key, "value": found.site.value}
             like = [name for name, operand in roles.items() if operand.axes == axes]
-            differs = f"differs from the gradient of the {' and the '.join(like)}" if like else "is no gradient of a role"
+            differs = (
+                f"differs from the gradient of the {' and the '.join(like)}" if like else "is no gradient of a role"
+            )
             return Miss(f"a value of its backward ({node.name}) {differs} and is read by {what}", "backward", reader)
         first = node
         while first in found.terms:  # back to the forward's own value that it comes from

@@ -251,9 +251,9 @@ def _combined(found: Followed, node: Node) -> Dims | None:
         out[missing[0]] = _free(found, node, other, shape[missing[0]], tuple(out))
         return tuple(out)
     for k in missing:  # a value per row meets a tensor of rows and columns, or of the columns of a concatenation
-        joined = [(a,) for a in found.joined if not is_pointwise(node)]
-        dim = next((d for d in (*joined, found.site.columns) if d and same_size(product(d), shape[k])), None)
-        if dim is None or set(dim) & set(atoms_of(tuple(out))):
+        joined: list[Dim] = [(a,) for a in found.joined if not is_pointwise(node)]
+        dim = next((d for d in (*joined, found.site.columns) if d and same_size(product(d), shape[k])), ())
+        if not dim or set(dim) & set(atoms_of(tuple(out))):
             return None
         out[k] = dim
     return tuple(out) if found.is_square(tuple(out)) or _linear(node) or _row_statistic(found, tuple(out)) else None

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from sdpa_rewrite.algebra.interpret import evaluate
+from sdpa_rewrite.algebra.linear import is_linear
 from sdpa_rewrite.algebra.term import Term, contains, subterms
 from sdpa_rewrite.algebra.tiny import COMPARISONS, Inconsistent, TinyWorld, agree, can_shrink
-from sdpa_rewrite.algebra.linear import is_linear
 from sdpa_rewrite.reference import attention
 from sdpa_rewrite.site import Miss, Operand, Site
 
@@ -108,6 +108,7 @@ class Watch:
         self.open = {t: set() for t in sorted(found, key=lambda t: t.order)}
 
     def note(self, world: TinyWorld) -> None:
+        """Note the outcomes in a world."""
         for term in list(self.open):
             sides = self.open[term]
             sides.update(_sides(term, world))
@@ -115,9 +116,11 @@ class Watch:
                 del self.open[term]
 
     def of_scores(self) -> list[Term]:
+        """Conditions on the scores that have had one outcome only."""
         return [t for t in self.open if contains(t, self.scores)]
 
     def of_others(self) -> tuple[Term, ...]:
+        """Other conditions that have had one outcome only."""
         return tuple(t for t in self.open if not contains(t, self.scores))
 
 

@@ -34,10 +34,12 @@ def attention(site: Site, world: World, values: Mapping[str, Tensor], pinned: Te
 
 
 def contract(a: Tensor, b: Tensor, dims: list[int]) -> Tensor:
+    """The sum over ``dims`` of a product."""
     return (a * b).sum(dims, keepdim=True) if dims else a * b
 
 
 def fill_holes(world: World, site: Site, values: Mapping[str, Tensor]) -> None:
+    """Give the captures their values."""
     for capture in site.captures:
         world.values[site.terms.hole(capture.name, capture.operand.axes)] = values[capture.name]
 

@@ -30,6 +30,7 @@ class Operand:
 
     @property
     def axes(self) -> frozenset[Atom]:
+        """All axes of the tensor."""
         return frozenset(a for d in self.dims for a in d)
 
 
@@ -47,7 +48,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A node of the backward whose value is the gradient of a role: ``query``, ``key``, ``value`` or a capture's name."""
+    """A node of the backward that is the gradient of a role: ``query``, ``key``, ``value`` or a capture's name."""
 
     role: str
     result: Operand
@@ -93,9 +94,11 @@ class Site:
 
     @property
     def training(self) -> bool:
+        """Whether the graph has the backward."""
         return bool(self.gradients)
 
     def with_backward(self, operand: Operand, term: Term, gradients: tuple[Gradient, ...]) -> Site:
+        """The site with its backward."""
         return replace(self, cotangent=operand, cotangent_term=term, gradients=gradients)
 
     def with_operand(self, capture: Capture, operand: Operand) -> Site:
@@ -113,14 +116,18 @@ class Site:
         )
 
     def with_result(self, result: Operand) -> Site:
+        """The site whose output is another tensor."""
         return replace(self, result=result)
 
     @property
     def operands(self) -> tuple[Node, ...]:
         """The nodes that this site reads."""
         cotangent = (self.cotangent,) if self.cotangent is not None else ()
-        return tuple(o.node for o in (self.query, self.key, self.value, *(c.operand for c in self.captures), *cotangent))
+        return tuple(
+            o.node for o in (self.query, self.key, self.value, *(c.operand for c in self.captures), *cotangent)
+        )
 
     @property
     def scores_axes(self) -> frozenset[Atom]:
+        """The axes of the scores."""
         return frozenset((*self.batch, *self.rows, *self.columns))

@@ -14,7 +14,7 @@ ROOT = Path(sdpa_rewrite.__file__).parent
 
 ORDER = [
     *("outcome", "compat", "config"),
-    *("algebra", "site", "reference", "pattern", "lift", "twins", "match", "follow", "prove", "adjoint", "analyse"),
+    *("algebra", "site", "reference", "pattern", "lift", "twins", "candidates", "softmax", "match", "follow", "prove", "adjoint", "analyse"),
     *("kernels", "emit", "choose", "rewrite", "describe", "patterns", "cleanroom", "pipeline"),
     *("report", "graph_pass", "hook", "backend", "explanation", "__init__"),
 ]

@@ -92,7 +92,9 @@ def test_masks_built_in_the_graph_are_relations_of_indices(mask: Callable[[], Te
 def test_a_mask_cut_out_of_a_buffer_is_a_capture() -> None:
     buffer = torch.ones(1, 1, 16, 16).tril()
     site = the_site(
-        lambda q, k, v, b: (q @ k.mT).masked_fill(b[:, :, :8, :8] == 0, float("-inf")).softmax(-1) @ v, *tensors(), buffer
+        lambda q, k, v, b: (q @ k.mT).masked_fill(b[:, :, :8, :8] == 0, float("-inf")).softmax(-1) @ v,
+        *tensors(),
+        buffer,
     )
     assert len(site.captures) == 1
 

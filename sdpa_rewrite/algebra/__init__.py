@@ -1,0 +1,1 @@
+"""Named axes, terms over them, and what they are worth."""

@@ -69,10 +69,11 @@ def size_of(value: Any) -> Size:
         value = value.node.expr
     if isinstance(value, sympy.Integer):
         return int(value)
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
+    """The shape of a tensor as sizes."""
     return tuple(size_of(n) for n in value.shape)
 
 
@@ -95,6 +96,7 @@ def _symbolic_quotient(a: Size, b: Size) -> Size | None:
 
 
 def same_size(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal for all values of their symbols."""
     if a is b or a == b:
         return True
     return _same_symbolic(a, b) if isinstance(a, sympy.Basic) or isinstance(b, sympy.Basic) else False
@@ -106,6 +108,7 @@ def _same_symbolic(a: Size, b: Size) -> bool:
 
 
 def product(atoms: Iterable[Atom]) -> Size:
+    """The number of positions of some axes together."""
     total: Size = 1
     for atom in atoms:
         total = total * atom.size
@@ -113,6 +116,7 @@ def product(atoms: Iterable[Atom]) -> Size:
 
 
 def atoms_of(dims: Dims) -> Dim:
+    """The axes of all dimensions, in order."""
     return tuple(atom for dim in dims for atom in dim)
 
 

@@ -103,6 +103,7 @@ class World(ABC):
         return x.expand([self.size(a) if a in along else -1 for a in self.order])
 
     def extent(self, dim: Dim) -> Any:
+        """The number of positions of a dimension."""
         total = 1
         for atom in dim:
             total = total * self.size(atom)

@@ -26,9 +26,10 @@ class Term:
     """One value.
 
     ``op`` and ``attr``, by kind: ``leaf`` (node, dims), ``number`` value, ``index`` (dim, start, step),
-    ``reduce`` (kind, atoms), ``cat`` (atom, atom or None per piece), ``part`` (atom, piece, offset), ``hole`` name, ``apply`` (target, template)
-    for any other pointwise operator, ``along`` (target, template, dims) for an operator that is neither
-    pointwise nor a reduction but is evaluated whole, else the name of a pointwise operation on ``args``.
+    ``reduce`` (kind, atoms), ``cat`` (atom, atom or None per piece), ``part`` (atom, piece, offset), ``hole`` name,
+    ``apply`` (target, template) for any other pointwise operator, ``along`` (target, template, dims, inputs) for an
+    operator that is neither pointwise nor a reduction but is evaluated whole, else the name of a pointwise operation
+    on ``args``.
     ``axes``: the atoms the value depends on.  ``node``: the graph node that first asked for it, with ``dims``.
     """
 
@@ -45,6 +46,7 @@ class Term:
 
 
 def show(term: Term, depth: int = 12) -> str:
+    """A term as text, cut off at ``depth``."""
     if depth == 0:
         return "..."
     inner = ", ".join(show(a, depth - 1) for a in term.args)
@@ -99,7 +101,11 @@ class Terms:
     def _make(
         self, op: str, args: tuple[Term, ...] = (), attr: Any = None, axes: frozenset[Atom] | None = None
     ) -> Term:
-        key = (op, tuple(id(a) for a in args), attr if op != "number" else (type(attr), str(attr) if isinstance(attr, float) else attr))
+        key = (
+            op,
+            tuple(id(a) for a in args),
+            attr if op != "number" else (type(attr), str(attr) if isinstance(attr, float) else attr),
+        )
         term = self._table.get(key)
         if term is None:
             if axes is None:
@@ -109,9 +115,11 @@ class Terms:
         return term
 
     def leaf(self, node: Node, dims: Dims) -> Term:
+        """A tensor of the graph, read along ``dims``."""
         return self._make("leaf", (), (node, dims), frozenset(atoms_of(dims)))
 
     def number(self, value: Number) -> Term:
+        """A constant: a Python number, or an expression of symbols."""
         if isinstance(value, sympy.Integer):
             value = int(value)
         elif isinstance(value, sympy.Float):
@@ -119,6 +127,7 @@ class Terms:
         return self._make("number", (), value)
 
     def index(self, dim: Dim, start: Size = 0, step: Size = 1) -> Term:
+        """The position along ``dim``: ``start + step * position``."""
         if len(dim) == 1 and isinstance(dim[0], Window):
             window = dim[0]
             return self.index((window.base,), start + step * window.offset, step)
@@ -127,6 +136,7 @@ class Terms:
         return self._make("index", (), (dim, start, step), frozenset(dim))
 
     def hole(self, name: str, axes: frozenset[Atom]) -> Term:
+        """The place of a value that a program is given."""
         return self._make("hole", (), name, axes)
 
     def call(self, name: str, *args: Term) -> Term:
@@ -190,9 +200,11 @@ class Terms:
         return self._make("apply", args, (target, template))
 
     def along(self, target: Any, template: Any, dims: Dims, inputs: tuple[Dims, ...], args: tuple[Term, ...]) -> Term:
+        """An operator evaluated whole: its arguments laid out as ``inputs``, its result as ``dims``."""
         return self._make("along", args, (target, template, dims, inputs), frozenset(atoms_of(dims)))
 
     def reduce(self, kind: str, term: Term, atoms: Dim) -> Term:
+        """``kind`` over ``atoms``; a reduction of a concatenation is made of those of its pieces."""
         atoms = tuple(sorted((a for a in atoms), key=lambda a: a.name))
         if not atoms:
             return term
@@ -210,12 +222,13 @@ class Terms:
         return self._make("reduce", (term,), (kind, atoms), term.axes - frozenset(atoms))
 
     def cat(self, atom: Atom, pieces: tuple[Atom | None, ...], args: tuple[Term, ...]) -> Term:
+        """The concatenation of ``args`` along ``atom``; each runs along its piece (None: one position)."""
         inner = frozenset(p for p in pieces if p is not None)
         axes = frozenset().union(*(a.axes for a in args)) - inner | {atom}
         return self._make("cat", args, (atom, pieces), axes)
 
     def part(self, term: Term, whole: Atom, piece: Atom | None, offset: Size) -> Term:
-        """``term`` along the positions of ``whole`` from ``offset`` on, which ``piece`` counts (one position if None)."""
+        """``term`` along the positions of ``whole`` from ``offset`` on, counted by ``piece`` (None: one position)."""
         inner = frozenset((piece,) if piece is not None else ())
         return self._make("part", (term,), (whole, piece, offset), term.axes - {whole} | inner)
 
@@ -263,7 +276,8 @@ class Terms:
         elif term.op == "apply":
             out = self.apply(*attr, *args)
         elif term.op == "along":
-            out = self.along(*attr, args)
+            target, template, dims, inputs = attr
+            out = self.along(target, template, dims, inputs, args)
         elif term.op == "part":
             out = self.part(args[0], *attr)
         elif term.op == "number":
@@ -322,6 +336,7 @@ def subterms(term: Term) -> Iterator[Term]:
 
 
 def contains(term: Term, wanted: Term) -> bool:
+    """Whether ``wanted`` is a subterm of ``term``."""
     return any(t is wanted for t in subterms(term))
 
 
@@ -342,5 +357,6 @@ def summands(terms: Terms, term: Term) -> list[Term]:
 
 
 def dtype_of(node: Node) -> torch.dtype | None:
+    """The type of a tensor node."""
     value = node.meta.get("val")
     return value.dtype if isinstance(value, torch.Tensor) else None

@@ -32,7 +32,9 @@ class Inconsistent(Exception):
 class TinySizes:
     """A small size for every size that occurs, the same wherever it occurs."""
 
-    def __init__(self, atoms: Iterable[Atom], joins: Iterable[tuple[Atom, Sequence[Atom | None]]], turn: int = 0) -> None:
+    def __init__(
+        self, atoms: Iterable[Atom], joins: Iterable[tuple[Atom, Sequence[Atom | None]]], turn: int = 0
+    ) -> None:
         self._sizes: dict[Size, int] = {}
         totals = {a.size: pieces for a, pieces in joins}
         for atom in sorted(atoms, key=lambda a: a.name):
@@ -46,6 +48,7 @@ class TinySizes:
                         raise Inconsistent(f"an axis of {size} is concatenated in two ways")
 
     def of(self, size: Size) -> int:
+        """The small size.  Raises ``Inconsistent``."""
         try:
             return self._sizes[size]
         except KeyError:
@@ -77,12 +80,15 @@ class TinyWorld(World):
         self._positions: dict[Atom, Tensor] = {}
 
     def size(self, atom: Atom) -> int:
+        """See ``World``."""
         return self.sizes.of(atom.size)
 
     def offset(self, size: Size) -> int:
+        """See ``World``."""
         return 0 if size == 0 else self.sizes.of(size) if size != 1 else 1
 
     def number(self, value: Any) -> Tensor:
+        """See ``World``."""
         if isinstance(value, sympy.Basic):
             value = self.concrete(value)
         if isinstance(value, bool):
@@ -105,6 +111,7 @@ class TinyWorld(World):
         return self.symbols[symbol]
 
     def index(self, term: Term) -> Tensor:
+        """See ``World``."""
         dim, start, step = term.attr
         value = torch.zeros(1, dtype=torch.float64)
         for atom in dim:
@@ -131,6 +138,7 @@ class TinyWorld(World):
         return self._positions[atom]
 
     def leaf(self, term: Term) -> Tensor:
+        """See ``World``."""
         node, dims = term.attr
         if node not in self._leaves:
             shape = [self.extent(d) for d in dims]
@@ -146,7 +154,8 @@ class TinyWorld(World):
         shape = [self.size(a) if a in term.axes else 1 for a in self.order]
         outcome = torch.rand(shape, generator=self.random) < 0.5
         if term.op not in COMPARISONS:
-            outcome = torch.where(outcome, *(evaluate(a, self) for a in term.args))
+            first, second = (evaluate(a, self) for a in term.args)
+            outcome = torch.where(outcome, first, second)
         self.values[term] = outcome
 
     def extreme(self, scores: Term, constants: Sequence[float]) -> Tensor:

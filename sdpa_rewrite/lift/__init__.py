@@ -1,0 +1,1 @@
+"""From graph nodes to terms."""

@@ -16,11 +16,12 @@ from sdpa_rewrite.lift.ops import ALIASES, PERMUTES, REGROUPS, opname, rank, val
 
 
 def permutation(node: Node) -> list[int]:
+    """Which dimension of its input each dimension of a permute reads."""
     n = rank(node.args[0])
     name = opname(node)
     if name == "permute":
-        order: Any = node.args[1]
-        return [d % n for d in order]
+        given: Any = node.args[1]
+        return [int(d) % n for d in given]
     order = list(range(n))
     if n < 2:
         return order

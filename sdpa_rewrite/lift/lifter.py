@@ -64,6 +64,7 @@ class Axes:
         self._split: dict[Atom, tuple[Atom, Atom]] = {}
 
     def atom(self, key: Any, size: Size, name: str) -> Atom:
+        """The axis known as ``key``, made when first asked for."""
         if key not in self._atoms:
             self._atoms[key] = Atom(name, size)
         return self._atoms[key]
@@ -75,12 +76,14 @@ class Axes:
         return self.resolve((self.atom(key, size, name),))
 
     def split(self, refine: Refine) -> None:
+        """Write an axis as the product of two from now on.  Raises ``Irregular``."""
         if refine.atom in self._split:
             raise Irregular(f"{refine.atom} was split already")
         name = refine.atom.name
         self._split[refine.atom] = (Atom(name + "0", refine.outer), Atom(name + "1", refine.inner))
 
     def resolve(self, dim: Dim) -> Dim:
+        """``dim`` with split axes replaced by their parts."""
         out: list[Atom] = []
         for atom in dim:
             out.extend(self.resolve(self._split[atom]) if atom in self._split else (atom,))
@@ -138,6 +141,7 @@ class Lifter:
         return self.leaf(node, dims)
 
     def leaf(self, node: Node, dims: Dims) -> Term:
+        """``node`` as a tensor that is not looked into."""
         if any(isinstance(a, Window) for a in atoms_of(dims)):
             raise CannotWindow(node.name)
         value = value_of(node)
@@ -268,4 +272,5 @@ def align(mine: Dim, other: Dim) -> None:
 
 
 def size_argument(node: Node, position: int, name: str, default: Any) -> Size:
+    """A size among the arguments."""
     return size_of(value_of(argument(node, position, name, default)))

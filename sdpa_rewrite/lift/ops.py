@@ -26,6 +26,7 @@ NUMBERS = frozenset({"full", "full_like", "scalar_tensor", "zeros", "zeros_like"
 
 
 def is_call(node: Any) -> bool:
+    """Whether ``node`` calls an operator."""
     return isinstance(node, Node) and node.op == "call_function"
 
 
@@ -40,6 +41,7 @@ def opname(node: Node) -> str:
 
 
 def is_pointwise(node: Node) -> bool:
+    """Whether each position of the result depends on one position of each argument."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -47,14 +49,17 @@ def is_pointwise(node: Node) -> bool:
 
 
 def value_of(node: Any) -> Any:
+    """The fake value of a node; anything else as it is."""
     return node.meta.get("val") if isinstance(node, Node) else node
 
 
 def is_tensor(node: Any) -> bool:
+    """Whether a node holds one tensor."""
     return isinstance(value_of(node), torch.Tensor)
 
 
 def rank(node: Any) -> int:
+    """The number of dimensions."""
     value = value_of(node)
     return value.dim() if isinstance(value, torch.Tensor) else 0
 

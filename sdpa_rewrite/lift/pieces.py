@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def lift(lifter: Lifter, node: Node, dims: Dims) -> Term | None:
+    """The term of a slice or a concatenation; None where it cannot be read."""
     name = opname(node)
     if name == "slice":
         return _slice(lifter, node, dims)
@@ -42,7 +43,7 @@ def bounds(node: Node, first: int, size: Size) -> tuple[Size, Size]:
             return size + value
         if isinstance(value, int) and isinstance(size, int):
             return min(value, size)
-        return value  # type: ignore[no-any-return]
+        return value
 
     return clean(start, 0), clean(end, size)
 
@@ -79,6 +80,7 @@ def _position(lifter: Lifter, node: Node, dims: Dims, k: int, at: Size) -> Term:
 
 
 def replaced(dims: Dims, k: int, dim: Dim) -> Dims:
+    """``dims`` with dimension ``k`` replaced."""
     return (*dims[:k], dim, *dims[k + 1 :])
 
 

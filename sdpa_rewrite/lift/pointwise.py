@@ -39,10 +39,18 @@ SAME = {  # operator -> name, operands in order
     "true_divide": "div",
 }
 SWAPPED = {"gt": "lt", "ge": "le"}  # a > b -> b < a
-BOOLEAN = {"bitwise_and": "and", "bitwise_or": "or", "bitwise_not": "not", "mul": "and", "__and__": "and", "__or__": "or"}
+BOOLEAN = {
+    "bitwise_and": "and",
+    "bitwise_or": "or",
+    "bitwise_not": "not",
+    "mul": "and",
+    "__and__": "and",
+    "__or__": "or",
+}
 
 
 def lift(lifter: Lifter, node: Node, dims: Dims) -> Term:
+    """The term of a pointwise operator."""
     name = opname(node)
     terms = lifter.terms
     if name in CASTS:
@@ -187,6 +195,7 @@ def rounded(lifter: Lifter, x: Term, dtype: torch.dtype) -> Term:
 
 
 def constant(lifter: Lifter, node: Node, name: str) -> Term:
+    """The term of a tensor filled with one number."""
     dtype = value_of(node).dtype
     if name in ("full", "full_like"):
         value = lifter.scalar(argument(node, 1, "fill_value"))
@@ -198,6 +207,7 @@ def constant(lifter: Lifter, node: Node, name: str) -> Term:
 
 
 def iota(lifter: Lifter, node: Node, dims: Dims) -> Term:
+    """The term of a range."""
     start, step = (size_of(value_of(node.kwargs.get(k, d))) for k, d in (("start", 0), ("step", 1)))
     return lifter.terms.index(dims[0], start, step)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def lift(lifter: Lifter, node: Node, dims: Dims) -> Term | None:
+    """The term of a reduction or a softmax."""
     name = opname(node)
     if name in SOFTMAXES:
         return softmax(lifter, node, dims)
@@ -64,6 +65,7 @@ def input_dims(lifter: Lifter, node: Node, dims: Dims) -> tuple[Dims, Dim]:
 
 
 def reduce(lifter: Lifter, node: Node, dims: Dims, kind: str) -> Term:
+    """The term of one reduction."""
     below, gone = input_dims(lifter, node, dims)
     x = lifter.request(node.args[0], below)  # type: ignore[arg-type]
     if kind == "sum" and not value_of(node.args[0]).dtype.is_floating_point:
@@ -72,6 +74,7 @@ def reduce(lifter: Lifter, node: Node, dims: Dims, kind: str) -> Term:
 
 
 def inner(lifter: Lifter, node: Node, dims: Dims) -> tuple[Term, Any]:
+    """A sum, and how many positions it is over."""
     below, gone = input_dims(lifter, node, dims)
     count: Any = 1
     for atom in gone:
@@ -89,6 +92,7 @@ def _logsumexp(lifter: Lifter, node: Node, dims: Dims) -> Term:
 
 
 def softmax(lifter: Lifter, node: Node, dims: Dims) -> Term:
+    """The term of a softmax, spelled out."""
     terms = lifter.terms
     x = lifter.request(node.args[0], dims)  # type: ignore[arg-type]
     dim: Any = argument(node, 1, "dim")
