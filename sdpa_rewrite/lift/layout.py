@@ -18,14 +18,14 @@ from sdpa_rewrite.lift.ops import ALIASES, PERMUTES, REGROUPS, opname, rank, val
 def permutation(node: Node) -> list[int]:
     """Which dimension of its input each dimension of a permute reads."""
     n = rank(node.args[0])
+    given: Any = node.args[1:]
     name = opname(node)
     if name == "permute":
-        given: Any = node.args[1]
-        return [int(d) % n for d in given]
+        return [int(d) % n for d in given[0]]
     order = list(range(n))
     if n < 2:
         return order
-    a, b = (0, 1) if name == "t" else (node.args[1] % n, node.args[2] % n)  # type: ignore[operator]
+    a, b = (0, 1) if name == "t" else (int(given[0]) % n, int(given[1]) % n)
     order[a], order[b] = order[b], order[a]
     return order
 
