@@ -60,6 +60,8 @@ def candidates(graph: Graph) -> Iterator[Candidate]:
         if found is None or found in taken:
             continue
         product, at = found
+        if _backward(product) and not _backward(node):
+            continue  # the forward multiplies no values by it: a router or a loss, met by its own gradient
         region, scores = _region(product.args[at], rank(product), order[product])  # type: ignore[arg-type]
         if not scores or node not in region:
             continue
@@ -69,6 +71,10 @@ def candidates(graph: Graph) -> Iterator[Candidate]:
         taken.add(found)
         first = tuple(sorted(scores, key=order.__getitem__))
         yield Candidate(node, product, at, frozenset(interior), first, frozenset(region))
+
+
+def _backward(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"  # AOTAutograd's mark, where it makes one
 
 
 def _normalised(node: Node) -> bool:
