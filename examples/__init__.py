@@ -1,0 +1,1 @@
+"""Examples: each has a ``main()`` and runs as a test."""

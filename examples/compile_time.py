@@ -1,7 +1,7 @@
 """What the pass costs: its time beside the whole compilation, on BERT and GPT-2 of 2 to 48 layers (random weights).
 
-    python examples/compile_time.py                  # the graphs only, seconds: how the pass grows with the layers
-    python examples/compile_time.py --codegen        # with code generation, 12 layers, minutes: its share of a compile
+python examples/compile_time.py                  # the graphs only, seconds: how the pass grows with the layers
+python examples/compile_time.py --codegen        # with code generation, 12 layers, minutes: its share of a compile
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def model_of(name: str, layers: int) -> torch.nn.Module:
 
     sizes: dict[str, Any] = {"attn_implementation": "eager"}
     if name == "bert":
-        config = transformers.BertConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=layers, intermediate_size=128, **sizes)
+        config = transformers.BertConfig(
+            hidden_size=64, num_attention_heads=4, num_hidden_layers=layers, intermediate_size=128, **sizes
+        )
         return transformers.BertModel(config)
     config = transformers.GPT2Config(n_embd=64, n_head=4, n_layer=layers, use_cache=False, **sizes)
     return transformers.GPT2Model(config)
@@ -86,7 +88,8 @@ def main(arguments: list[str] | None = None) -> None:
                 own, whole = (statistics.median(column) for column in zip(*runs, strict=True))
                 mode = "training" if train else "inference"
                 share = own / whole
-                print(f"{name:6s} {mode:9s} {n:6d} {own:8.2f} {whole:10.2f} {share:7.1%} {own / n * 1000:9.1f}", flush=True)
+                each = own / n * 1000
+                print(f"{name:6s} {mode:9s} {n:6d} {own:8.2f} {whole:10.2f} {share:7.1%} {each:9.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""GPT-2 of transformers with its hand-written ("eager") attention: random weights, a training step, against stock compile."""
+"""GPT-2 of transformers with its hand-written ("eager") attention: a training step, against stock compile."""
 
 from __future__ import annotations
 

@@ -13,9 +13,10 @@ import sdpa_rewrite
 ROOT = Path(sdpa_rewrite.__file__).parent
 
 ORDER = [
-    *("outcome", "compat", "config"),
-    *("algebra", "site", "reference", "pattern", "lift", "twins", "candidates", "softmax", "match", "follow", "prove", "adjoint", "analyse"),
-    *("kernels", "emit", "choose", "rewrite", "describe", "patterns", "cleanroom", "pipeline"),
+    *("outcome", "compat", "config", "cleanroom"),
+    *("algebra", "site", "reference", "pattern", "lift", "twins"),
+    *("candidates", "softmax", "match", "follow", "prove", "adjoint", "analyse"),
+    *("kernels", "emit", "choose", "verify", "rewrite", "describe", "patterns", "pipeline"),
     *("report", "graph_pass", "hook", "backend", "explanation", "__init__"),
 ]
 

@@ -109,17 +109,22 @@ class RealWorld(World):
         self.sizes, self.leaves, self.device, self.dtype = sizes, leaves, device, dtype
 
     def size(self, atom: Atom) -> Any:
+        """Positions of ``atom``, as the trace sees them."""
         return self.sizes.of(atom.size)
 
     def leaf(self, term: Term) -> Tensor:
+        """The tensor of a leaf."""
         return self.leaves[term.attr[0]]
 
     def index(self, term: Term) -> Tensor:
+        """An ``arange``."""
         dim, start, step = term.attr
-        flat = torch.arange(self.extent(dim), device=self.device)
-        return flat * self.sizes.of(size_of(step)) + self.sizes.of(size_of(start))
+        flat: Tensor = torch.arange(self.extent(dim), device=self.device)
+        flat = flat * self.sizes.of(size_of(step)) + self.sizes.of(size_of(start))
+        return flat
 
     def number(self, value: Any) -> Tensor:
+        """A zero-dimensional tensor of the world's type."""
         if isinstance(value, sympy.Basic):
             value = self.sizes.number(value)
         if isinstance(value, bool):
@@ -147,7 +152,7 @@ def restrided(x: Tensor, like: Tensor) -> Tensor:
 def _stride_key(x: Tensor, k: int) -> tuple[float, int]:
     stride = size_of(x.stride(k))
     if not isinstance(stride, int):
-        hints = {s: 64 for s in stride.free_symbols}
+        hints = dict.fromkeys(stride.free_symbols, 64)
         stride = int(stride.xreplace(hints))
     return float(stride), -k
 

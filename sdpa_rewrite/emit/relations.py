@@ -22,9 +22,11 @@ class Predicate:
     relation: sympy.Basic
 
     def negated(self) -> Predicate:
+        """The positions that do not take part."""
         return Predicate(sympy.Not(self.relation))
 
     def conjuncts(self) -> tuple[sympy.Basic, ...]:
+        """The relations that must all hold."""
         relation = sympy.to_nnf(self.relation, simplify=False)
         return relation.args if isinstance(relation, sympy.And) else (relation,)
 
@@ -139,7 +141,7 @@ BOOLEAN = frozenset({"le", "lt", "and", "or", "not"})
 
 def constant_cases(term: Term) -> tuple[Term, float, float] | None:
     """(condition, value if true, value if false) of a term that is constant but for one condition on indices."""
-    conditions = [t for t in _outermost_conditions(term)]
+    conditions = _outermost_conditions(term)
     if len(set(conditions)) > 1:
         return None
     if any(t.op in ("leaf", "hole", "reduce", "index") for t in _outside(term, set(conditions))):
