@@ -120,8 +120,7 @@ class RealWorld(World):
         """An ``arange``."""
         dim, start, step = term.attr
         flat: Tensor = torch.arange(self.extent(dim), device=self.device)
-        flat = flat * self.sizes.of(size_of(step)) + self.sizes.of(size_of(start))
-        return flat
+        return flat.mul(self.sizes.of(size_of(step))).add(self.sizes.of(size_of(start)))
 
     def number(self, value: Any) -> Tensor:
         """A zero-dimensional tensor of the world's type."""
