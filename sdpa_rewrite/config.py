@@ -41,8 +41,9 @@ enabled: bool | None = None
 # graph stays as it was and compilation goes on.  SDPA_REWRITE_STRICT.
 strict: bool = _flag("SDPA_REWRITE_STRICT", False)
 
-# Prove each rewrite a second time, on the graph that was traced for it, before it is put in.  The site itself
-# is always proved; this guards against an emitter that builds something else.  SDPA_REWRITE_VERIFY.
+# Run what an emitter makes of a site on small random instances, forward and backward, and compare with the site's
+# meaning, before it is put in.  The site itself is always proved; this guards against an emitter that builds
+# something else.  Costs tens of milliseconds for all layers that are alike.  SDPA_REWRITE_VERIFY.
 verify: bool = _flag("SDPA_REWRITE_VERIFY", True)
 
 # What a fused kernel may do with dropout.  SDPA_REWRITE_DROPOUT.

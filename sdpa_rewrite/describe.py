@@ -6,6 +6,7 @@ import math
 
 import sympy
 
+from sdpa_rewrite import config
 from sdpa_rewrite.algebra.axes import Size, product
 from sdpa_rewrite.algebra.term import Term, show, subterms
 from sdpa_rewrite.emit.affine import Affine, NotAffine, affine
@@ -34,6 +35,14 @@ def form_of(site: Site) -> Form:
         dtype=str(dtype_of(site.query)).removeprefix("torch."),
         gradients=tuple(sorted({g.role for g in site.gradients})),
     )
+
+
+def disabled(form: Form, training: bool) -> str:
+    """The entry of ``config.disabled_forms`` that fits this site; empty when none does."""
+    words = [form.mask, *form.score, *form.weight, form.softmax, form.gqa, form.dtype]
+    words += ["dropout"] * bool(form.dropout) + ["grouped"] * bool(form.gqa)
+    words.append("training" if training else "inference")
+    return next((entry for entry in config.disabled_forms if any(entry in word for word in words)), "")
 
 
 def _scale(form: Affine) -> str:

@@ -8,7 +8,7 @@ from torch.fx import Node
 from sdpa_rewrite import analyse, config, match
 from sdpa_rewrite.choose import choose
 from sdpa_rewrite.cleanroom import clean_room
-from sdpa_rewrite.describe import bytes_avoided, form_of
+from sdpa_rewrite.describe import bytes_avoided, disabled, form_of
 from sdpa_rewrite.lift.ops import source_line
 from sdpa_rewrite.outcome import Outcome, Reason
 from sdpa_rewrite.rewrite import Memory, Refused, rewrite
@@ -64,6 +64,10 @@ def _rewritten(
     graph: torch.fx.Graph, site: Site, order: dict[Node, int], memory: Memory, name: str, source: str
 ) -> Outcome:
     form = form_of(site)
+    unwanted = disabled(form, site.training)
+    if unwanted:
+        reason = Reason(f"config.disabled_forms has {unwanted!r}", "config")
+        return Outcome("recognised", name, source, site.training, form, reasons=(reason,))
     emitter, against = choose(site)
     reasons = tuple(Reason(text, role) for role, texts in against.items() for text in texts)
     if emitter is None:

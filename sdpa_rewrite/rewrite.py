@@ -19,8 +19,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from sdpa_rewrite.algebra.axes import Irregular, Refine, shape_of, size_of
-from sdpa_rewrite.emit.arrange import Sizes, Unavailable, arrange, restrided
+from sdpa_rewrite import config, verify
+from sdpa_rewrite.algebra.axes import Irregular, Refine, shape_of
+from sdpa_rewrite.algebra.term import subterms
+from sdpa_rewrite.emit.arrange import Sizes, Unavailable, arrange, restrided, same_strides
 from sdpa_rewrite.emit.base import Emitter, Inputs
 from sdpa_rewrite.lift.layout import push
 from sdpa_rewrite.lift.ops import LAYOUT, is_call, opname
@@ -156,6 +158,8 @@ def trace(
     key = _trace_key(site, emitter, nodes, results, gradients)
     if key in memory.traces:
         return Traced(memory.traces[key], nodes, results)
+    if config.verify and (found := verify.difference(site, emitter)):
+        raise Refused(found)
     wanted = list(dict.fromkeys(g.role for g in gradients))
     decompositions = _decompositions()
 
@@ -210,9 +214,7 @@ def _decompositions() -> dict[Any, Any]:
 
 
 def _numbers(site: Site, graph: Graph) -> dict[sympy.Symbol, Node]:
-    """Nodes that hold the symbols of the site's symbolic numbers, as far as they come before it."""
-    from sdpa_rewrite.algebra.term import subterms
-
+    """Nodes that hold the symbols of the site's sizes and symbolic numbers, as far as they come before it."""
     programs = [site.score, site.weight, *((site.sink,) if site.sink is not None else ())]
     wanted = {
         s
@@ -221,6 +223,8 @@ def _numbers(site: Site, graph: Graph) -> dict[sympy.Symbol, Node]:
         if t.op == "number" and isinstance(t.attr, sympy.Basic)
         for s in t.attr.free_symbols
     }
+    axes = (*site.batch, *site.rows, *site.columns, *site.depth, *site.width)
+    wanted |= {s for atom in axes if not isinstance(atom.size, int) for s in atom.size.free_symbols}
     found: dict[sympy.Symbol, Node] = {}
     if not wanted:
         return found
@@ -320,8 +324,7 @@ def check(outputs: Iterable[Node], originals: Iterable[Operand]) -> None:
         ):
             if x != y:
                 raise Refused(f"the replacement of {old.node.name} has {what} {x} instead of {y}")
-        strides = [(size_of(s), size_of(t)) for n, s, t in zip(b.shape, a.stride(), b.stride(), strict=True) if n != 1]
-        if any(s != t for s, t in strides):
+        if not same_strides(a, b):
             raise Refused(f"the replacement of {old.node.name} has strides {a.stride()} instead of {b.stride()}")
 
 

@@ -207,3 +207,15 @@ def test_W10_softmax_over_another_axis(dim: int, grad: bool) -> None:
 
     told: Any = same_as_eager(attention, *qkv(b=4, h=4, s=4, d=4, grad=grad))
     assert "fused" not in statuses(told)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_causal_mask_and_a_scale_that_is_not_positive(scale: float, grad: bool) -> None:
+    """ATen's kernel on the CPU multiplies its own -inf by the scale."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.transpose(-2, -1)) * scale
+        return scores.masked_fill(torch.ones(6, 6).triu(1) == 1, -math.inf).softmax(-1) @ v
+
+    assert statuses(same_as_eager(attention, *qkv(grad=grad))) == ["fused"]

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Size, atoms_of, quotient, size_of
+from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Size, atoms_of, same_size, size_of
 from sdpa_rewrite.algebra.interpret import World
 from sdpa_rewrite.algebra.term import Term
 from sdpa_rewrite.site import Operand
@@ -110,19 +110,24 @@ class RealWorld(World):
 
     def size(self, atom: Atom) -> Any:
         """Positions of ``atom``, as the trace sees them."""
+        """Positions of ``atom``, as the trace sees them."""
         return self.sizes.of(atom.size)
 
     def leaf(self, term: Term) -> Tensor:
+        """The tensor that stands for a leaf."""
         """The tensor of a leaf."""
-        return self.leaves[term.attr[0]]
+        leaf: Tensor = self.leaves[term.attr[0]]
+        return leaf
 
     def index(self, term: Term) -> Tensor:
+        """0, 1, 2, ... times step plus start."""
         """An ``arange``."""
         dim, start, step = term.attr
         flat: Tensor = torch.arange(self.extent(dim), device=self.device)
         return flat.mul(self.sizes.of(size_of(step))).add(self.sizes.of(size_of(start)))
 
     def number(self, value: Any) -> Tensor:
+        """A zero-dimensional tensor on the device of the operands."""
         """A zero-dimensional tensor of the world's type."""
         if isinstance(value, sympy.Basic):
             value = self.sizes.number(value)
@@ -136,31 +141,39 @@ class RealWorld(World):
         return arrange(x, operand.dims, groups, self.sizes, [False] * len(groups))
 
 
+def strides_of(x: Tensor) -> tuple[Size, ...]:
+    """Strides, with ``Max(1, n)`` as ``n``: they differ for an empty tensor only, whose strides do not matter."""
+    return tuple(_plain(size_of(s)) for s in x.stride())
+
+
+def _plain(stride: Size) -> Size:
+    if isinstance(stride, int):
+        return stride
+    largest = [f for f in sympy.preorder_traversal(stride) if type(f).__name__ == "Max" and len(f.args) == 2]
+    known = {f: f.args[1] if f.args[0] == 1 else f.args[0] for f in largest if 1 in f.args}
+    return size_of(stride.xreplace(known))
+
+
+def same_strides(x: Tensor, y: Tensor) -> bool:
+    """Whether tensors of one shape are laid out alike.  The stride of a dimension of one position does not matter."""
+    return all(
+        size_of(n) == 1 or same_size(a, b) for n, a, b in zip(x.shape, strides_of(x), strides_of(y), strict=True)
+    )
+
+
 def restrided(x: Tensor, like: Tensor) -> Tensor:
     """``x`` with the strides of ``like``, copied only where they differ."""
-    wanted = tuple(size_of(s) for s in like.stride())
-    if tuple(size_of(s) for s in x.stride()) == wanted:
+    if tuple(map(size_of, x.stride())) == tuple(map(size_of, like.stride())):
         return x
     order = sorted(range(x.dim()), key=lambda k: _stride_key(like, k), reverse=True)
     y = x.permute(order).contiguous().permute([order.index(k) for k in range(x.dim())])
-    if tuple(size_of(s) for s in y.stride()) != wanted and not _same_where_it_counts(y, like):
+    if not same_strides(y, like):
         raise Unavailable(f"strides {like.stride()} cannot be kept")
     return y
 
 
 def _stride_key(x: Tensor, k: int) -> tuple[float, int]:
-    stride = size_of(x.stride(k))
+    stride = strides_of(x)[k]
     if not isinstance(stride, int):
-        hints = dict.fromkeys(stride.free_symbols, 64)
-        stride = int(stride.xreplace(hints))
+        stride = int(stride.xreplace(dict.fromkeys(stride.free_symbols, 64)))
     return float(stride), -k
-
-
-def _same_where_it_counts(y: Tensor, like: Tensor) -> bool:
-    """The stride of a dimension of one position does not matter."""
-    return all(
-        size_of(n) == 1 or size_of(a) == size_of(b) for n, a, b in zip(y.shape, y.stride(), like.stride(), strict=True)
-    )
-
-
-__all__ = ["RealWorld", "Sizes", "Unavailable", "arrange", "quotient", "restrided"]

@@ -51,11 +51,13 @@ class Emitter(Protocol):
 
 def dtype_of(operand: Operand) -> torch.dtype:
     """The type of an operand's tensor."""
+    """The type of an operand's tensor."""
     dtype: torch.dtype = operand.node.meta["val"].dtype
     return dtype
 
 
 def device_of(site: Site) -> torch.device:
+    """Where the site runs."""
     """The device that the site runs on."""
     device: torch.device = site.query.node.meta["val"].device
     return device

@@ -2,7 +2,8 @@
 
 - A row whose logits are all -inf: ATen gives 0, softmax as written NaN.  Where -inf was *added*, the gradients of the
   row are NaN too: its query becomes NaN.  Where scores were *replaced* by -inf, no gradient reaches them; the row's
-  output becomes NaN, and so do the gradients of all values.  (Both in one row: as if added.)
+  output becomes NaN, and so do the gradients of all values.  (Where some were replaced and to others it was added, all
+  count as added.)
 - A row filled as a whole with a finite value does not depend on the scores: its query becomes zero.
 - The backward recomputes the probabilities from the row's logsumexp.  Beside a mask of -1e9 the sum is rounded away.
   Such a mask is shifted, which softmax does not notice.  A mask so low that it swallows the scores (``finfo.min``)
@@ -25,7 +26,7 @@ from sdpa_rewrite.emit.heads import Heads, grouped
 from sdpa_rewrite.site import Site
 
 INFINITY = float("inf")
-LOW = -1e3  # a logsumexp beside a mask above this keeps the precision of the scores
+FAR = 1e3  # a logsumexp beside a smaller mask keeps the precision of the scores
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,12 @@ def masked(site: Site, form: Affine, heads: Heads, world: RealWorld, q: Tensor) 
     share, empty = None, None
     if site.softmax == "softmax" and site.sink is None and may_be_infinite(site, form.mask):
         empty = (mask == -INFINITY).all(-1, keepdim=True)
-        if not site.training or any(may_be_infinite(site, b) for b in form.bias):
-            q, empty = q + torch.where(empty, math.nan, 0.0).to(q.dtype), None
+        if not site.training:
+            q, empty = _poisoned(q, empty), None
+        elif any(may_be_infinite(site, b) for b in form.bias):
+            filled = _filled(site, form, heads, world)
+            filled = filled.all(-1, keepdim=True) if filled is not None else torch.zeros_like(empty)
+            q, empty = _poisoned(q, empty & ~filled), empty & filled if form.fills else None
     if site.training and (any(f.finite for f in form.fills) or any(may_mask(site, b) for b in form.bias)):
         mask, share = _recomputable(mask, world.extent(site.columns))
     return Masked(q, mask, empty, share)
@@ -78,17 +83,30 @@ def _uniform_rows(site: Site, form: Affine, heads: Heads, world: RealWorld, q: T
     """
     if not any(f.finite and (site.training or not f.absorbs) for f in form.fills):
         return q
-    filled = evaluate(form.fills[0].condition, world)
-    for fill in form.fills[1:]:
-        filled = filled | evaluate(fill.condition, world)
-    constant = grouped(site, heads, filled, world) | (mask == -INFINITY)
+    filled = _filled(site, form, heads, world)
+    assert filled is not None
+    constant = filled | (mask == -INFINITY)
     return torch.where(constant.all(-1, keepdim=True), torch.zeros((), dtype=q.dtype, device=q.device), q)
 
 
+def _filled(site: Site, form: Affine, heads: Heads, world: RealWorld) -> Tensor | None:
+    """Where scores are replaced."""
+    if not form.fills:
+        return None
+    filled = evaluate(form.fills[0].condition, world)
+    for fill in form.fills[1:]:
+        filled = filled | evaluate(fill.condition, world)
+    return grouped(site, heads, filled, world)
+
+
+def _poisoned(q: Tensor, rows: Tensor) -> Tensor:
+    return q + torch.where(rows, math.nan, 0.0).to(q.dtype)
+
+
 def _recomputable(mask: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """The mask with low rows shifted, and the share of each of the largest probabilities in rows that stay low."""
+    """The mask with far rows shifted, and the share of each of the largest probabilities in rows that must stay."""
     top = mask.amax(-1, keepdim=True)
-    low = (top < LOW) & (top > ABSORBS)
+    swallows = top.abs() >= -ABSORBS
+    far = (top.abs() > FAR) & ~swallows
     largest = (mask == top).expand(*mask.shape[:-1], columns).sum(-1, keepdim=True)
-    share = torch.where(top > ABSORBS, 1.0, 1.0 / largest)
-    return mask - torch.where(low, top, 0.0), share
+    return mask - torch.where(far, top, 0.0), torch.where(swallows, 1.0 / largest, 1.0)

@@ -22,10 +22,12 @@ class Predicate:
     relation: sympy.Basic
 
     def negated(self) -> Predicate:
+        """The opposite."""
         """The positions that do not take part."""
         return Predicate(sympy.Not(self.relation))
 
     def conjuncts(self) -> tuple[sympy.Basic, ...]:
+        """The parts that must all hold."""
         """The relations that must all hold."""
         relation = sympy.to_nnf(self.relation, simplify=False)
         return relation.args if isinstance(relation, sympy.And) else (relation,)

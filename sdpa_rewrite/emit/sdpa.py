@@ -161,10 +161,13 @@ def _operand(site: Site, inputs: Inputs, role: str, heads: Heads) -> Tensor:
 def _scaled(
     site: Site, inputs: Inputs, form: Affine, heads: Heads, q: Tensor, world: RealWorld
 ) -> tuple[Tensor, float]:
-    """A number goes to the kernel as its scale; anything else multiplies the query."""
+    """A positive number goes to the kernel as its scale; anything else multiplies the query.
+
+    (The kernels multiply by the scale after they have put -inf where a causal mask hides a score.)
+    """
     scale = form.scale
     if scale.op == "number" and not isinstance(scale.attr, sympy.Basic):
-        return q, float(scale.attr)
+        return (q, float(scale.attr)) if scale.attr > 0 else (q * float(scale.attr), 1.0)
     if scale.op == "number":
         return q * world.sizes.number(scale.attr), 1.0
     factor = grouped(site, heads, evaluate(scale, world), world)
