@@ -121,4 +121,4 @@ def _row_is_never_empty(site: Site, empty: Term) -> bool:
     if low is None:
         return True
     enough = sympy.sympify(product(site.columns)) >= sympy.sympify(product(site.rows))
-    return (sympy.sympify(low) <= 0) == True and enough == True  # noqa: E712
+    return bool((sympy.sympify(low) <= 0) == True and enough == True)  # noqa: E712

@@ -25,7 +25,7 @@ from sdpa_rewrite.emit.base import Inputs, compute_dtype, device_of, dtype_of
 from sdpa_rewrite.emit.buffer_op import buffer
 from sdpa_rewrite.emit.emptiness import Unclear, empty_row
 from sdpa_rewrite.emit.heads import Heads, heads_of
-from sdpa_rewrite.emit.rows import per_row, row_factor
+from sdpa_rewrite.emit.rows import logit_dtype, per_row, row_factor
 from sdpa_rewrite.emit.score_mod import SCALAR, Program
 from sdpa_rewrite.lift.ops import LAYOUT, opname
 from sdpa_rewrite.site import Site
@@ -66,7 +66,7 @@ class Flex:
 def _on_cpu(site: Site, inputs: Inputs, heads: Heads) -> Tensor:
     score, scale, factor = _split_scale(site)
     q, k, v = _operands(site, inputs, heads, factor)
-    program = Program(site, heads, score, site.sink, in_memory=True)
+    program = Program(site, heads, score, site.sink, in_memory=True, dtype=logit_dtype(inputs))
     program.read(inputs)
     if site.sink is not None:
         k, v = (torch.nn.functional.pad(x, (0, 0, 1, 0)) for x in (k, v))
@@ -83,7 +83,7 @@ def _on_cpu(site: Site, inputs: Inputs, heads: Heads) -> Tensor:
 def _on_gpu(site: Site, inputs: Inputs, heads: Heads) -> Tensor:
     score, scale, factor = _split_scale(site)
     q, k, v = _operands(site, inputs, heads, factor)
-    program = Program(site, heads, score, None, log2=_may_reach(site, GIANT))
+    program = Program(site, heads, score, None, log2=_may_reach(site, GIANT), dtype=logit_dtype(inputs))
     program.read(inputs)
     if site.training and _may_reach(site, DEEP):
         program.subtract(_row_shift(site, inputs, heads))
@@ -99,7 +99,7 @@ def _on_gpu(site: Site, inputs: Inputs, heads: Heads) -> Tensor:
     share = torch.sigmoid(logsumexp - per_row(site, inputs, heads, site.sink))
     if site.softmax == "safe":
         share = torch.where(logsumexp == -INFINITY, 0.0, share)
-    return out * share[..., None].to(torch.float32)
+    return out * share[..., None]
 
 
 def _row_shift(site: Site, inputs: Inputs, heads: Heads) -> Tensor:
@@ -111,7 +111,7 @@ def _row_shift(site: Site, inputs: Inputs, heads: Heads) -> Tensor:
     hole = site.terms.hole("score", site.scores_axes)
     masks = site.terms.substitute(site.score, {hole: site.terms.number(0.0)})
     top = per_row(site, inputs, heads, site.terms.reduce("amax", masks, site.columns)).detach()
-    return torch.where((top < -DEEP) & (top > -INFINITY), top, 0.0).to(torch.float32)
+    return torch.where((top < -DEEP) & (top > -INFINITY), top, 0.0)
 
 
 def _function(program: Program) -> flex_call.ScoreMod:
@@ -181,7 +181,7 @@ def _program_reasons(site: Site) -> list[str]:
     for term in dict.fromkeys(t for program in _programs(site) for t in subterms(program)):
         if term.op == "apply" and not _inlines(term.attr[0]):
             reasons.append(f"the score program applies {term.attr[0]}, which a kernel cannot inline")
-        elif term.op not in ("apply", "hole", "number", "index", *SCALAR):
+        elif term.op not in ("apply", "hole", "number", "index", "float", *SCALAR):
             reasons.append(f"the score program is not pointwise: {term.op}")
     return reasons
 

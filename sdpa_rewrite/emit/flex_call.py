@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.attention.flex_attention as public
 from torch import Tensor
+from torch._guards import tracing
+from torch._subclasses import FakeTensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from sdpa_rewrite.emit.arrange import Unavailable
@@ -32,10 +35,17 @@ def flex_attention(
     """
     call = _with_buffers(buffers)
     gqa = q.shape[1] != k.shape[1]
-    if not logsumexp:
-        return call(q, k, v, score_mod, blocks, scale, gqa), None
-    out, aux = call(q, k, v, score_mod, blocks, scale, gqa, return_aux=AuxRequest(lse=True))
-    return out, aux.lse
+    with nullcontext() if isinstance(q, FakeTensor) else _no_compilation():
+        if not logsumexp:
+            return call(q, k, v, score_mod, blocks, scale, gqa), None
+        out, aux = call(q, k, v, score_mod, blocks, scale, gqa, return_aux=AuxRequest(lse=True))
+        return out, aux.lse
+
+
+def _no_compilation() -> AbstractContextManager[Any]:
+    """The operator takes the fake tensors of a compilation that it finds under way, even for real tensors."""
+    context: AbstractContextManager[Any] = tracing(None)
+    return context
 
 
 def _with_buffers(buffers: tuple[Tensor, ...]) -> Callable[..., Any]:
@@ -53,7 +63,11 @@ def _with_buffers(buffers: tuple[Tensor, ...]) -> Callable[..., Any]:
     def with_buffers(*args: Any) -> Any:
         return operator(*args, buffers, ())
 
-    names = {"flex_attention_hop": with_buffers, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}
+    names = {
+        "flex_attention_hop": with_buffers,
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+        "_validate_device": lambda *args: None,  # the emitter knows; in eager the operator works anywhere
+    }
     copied = types.FunctionType(
         function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
     )

@@ -12,6 +12,11 @@ from sdpa_rewrite.emit.heads import Heads
 from sdpa_rewrite.site import Site
 
 
+def logit_dtype(inputs: Inputs) -> torch.dtype:
+    """The type that logits are computed in."""
+    return torch.promote_types(torch.float32, inputs.tensors["query"][0].dtype)
+
+
 def row_factor(site: Site) -> Term | None:
     """The weight program as a factor per row; None where it is more than that."""
     hole = site.terms.hole("probability", site.scores_axes)
@@ -27,7 +32,7 @@ def row_factor(site: Site) -> Term | None:
 def per_row(site: Site, inputs: Inputs, heads: Heads, term: Term) -> Tensor:
     """``term``, which does not vary along the columns, as (batch, heads, rows), of size one where it does not vary."""
     order = [*heads.batch, *heads.heads, *site.rows, *site.columns]
-    world = inputs.world(site, order, torch.float32)
+    world = inputs.world(site, order, logit_dtype(inputs))
     x = world.expanded(evaluate(term, world), ())
     full: list[int] = []
     shape: list[int] = []

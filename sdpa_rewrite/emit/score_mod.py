@@ -19,7 +19,7 @@ from sdpa_rewrite.emit.buffer_op import buffer
 from sdpa_rewrite.emit.heads import Heads
 from sdpa_rewrite.site import Site
 
-SCALAR: Mapping[str, Callable[..., Tensor]] = {**POINTWISE, "float": lambda x: x.to(torch.float32)}
+SCALAR: Mapping[str, Callable[..., Tensor]] = {k: f for k, f in POINTWISE.items() if k != "float"}
 GIANT = 1e30  # below it a logit is so small that it only matters which of such logits are equal
 
 
@@ -38,6 +38,7 @@ class Program:
     sink: Term | None
     in_memory: bool = False
     log2: bool = False
+    dtype: torch.dtype = torch.float32
     buffers: list[Tensor] = field(default_factory=list)
     _captures: dict[Term, tuple[int, Dims]] = field(default_factory=dict)
     _symbols: dict[str, int] = field(default_factory=dict)
@@ -56,7 +57,7 @@ class Program:
         for size in symbolic_sizes(self.site, self.heads, programs):
             self._symbols[str(size)] = len(self.buffers)
             value = inputs.sizes.of(size)
-            dtype = torch.int64 if isinstance(value, (int, torch.SymInt)) else torch.float32
+            dtype = torch.int64 if isinstance(value, (int, torch.SymInt)) else self.dtype
             device = inputs.tensors["query"][0].device
             self.buffers.append(self._readable(torch.full((1,), value, dtype=dtype, device=device)))
 
@@ -76,10 +77,10 @@ class Program:
         """The logit of one position."""
         at = column if self.sink is None else torch.clamp_min(column - 1, 0)
         point = _Point(self, (b, h, row, at), buffers)
-        point.values[self.site.terms.hole("score", self.site.scores_axes)] = score.to(torch.float32)
-        logit = point.value(self.score).to(torch.float32)
+        point.values[self.site.terms.hole("score", self.site.scores_axes)] = score.to(self.dtype)
+        logit = point.value(self.score).to(self.dtype)
         if self.sink is not None:
-            logit = torch.where(column == 0, point.value(self.sink).to(torch.float32), logit)
+            logit = torch.where(column == 0, point.value(self.sink).to(self.dtype), logit)
         if self._shift is not None:
             buffer_at, along = self._shift
             place = tuple((b, h, row)[k] for k in along) or (b * 0,)
@@ -128,7 +129,7 @@ def _varying(x: Tensor, dims: Dims) -> tuple[Tensor, Dims]:
 
 def _less_giant(logit: Tensor) -> Tensor:
     """Halve what lies below -GIANT: monotonic, equal stays equal, and the gradient is one."""
-    excess = torch.where(logit < -GIANT, logit * 0.5 + 0.5 * GIANT, 0.0).detach()
+    excess = torch.clamp_max(logit + GIANT, 0.0).detach() * 0.5
     return torch.where(torch.isinf(logit), logit, logit - excess)
 
 
@@ -186,6 +187,8 @@ class _Point:
                 Slot, lambda s: args[s.position], template, is_leaf=lambda x: isinstance(x, Slot)
             )
             return target(*positional, **dict(named))  # type: ignore[no-any-return]
+        if term.op == "float":
+            return args[0].to(self.program.dtype)
         return SCALAR[term.op](*args)
 
     def index(self, dim: Dim) -> Tensor:
@@ -218,5 +221,5 @@ class _Point:
             return self._only(self.program._symbols[str(value)])
         if isinstance(value, sympy.Basic):
             value = int(value) if value.is_Integer else float(value)
-        kind = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float32
-        return torch.full((), value, dtype=kind, device=self.position[0].device)
+        kind = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else self.program.dtype
+        return self.position[0].new_full((), value, dtype=kind)
