@@ -232,7 +232,7 @@ def test_sdpa_comes_first_where_it_can() -> None:
 # -- training, for GPUs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c != "sink"])
+@pytest.mark.parametrize("case", [c for c in CASES if c not in ("sink", "scores times a tensor")])
 def test_training_on_gpu_means_what_was_written(case: str, as_on_gpu: None) -> None:
     function, make = CASES[case]
     q, k, v, *rest = make()
@@ -313,11 +313,18 @@ def test_head_sizes_of_the_triton_kernels(as_on_gpu: None) -> None:
 
 def test_the_gradient_of_a_number_on_gpu(as_on_gpu: None) -> None:
     def shifted(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return (torch.tanh(q @ k.mT) * bias).softmax(-1) @ v
+        return torch.tanh(q @ k.mT + bias).softmax(-1) @ v
 
     args = [x.requires_grad_() for x in (*tensors(), torch.randn(4, 1, 1))]
     assert reasons(shifted, *args) == [
         "a tensor that all rows or all columns share needs a gradient: additions to few cells"
+    ]
+
+
+def test_training_with_scores_times_a_tensor_on_gpu(as_on_gpu: None) -> None:
+    q, k, v = (x.requires_grad_() for x in tensors())
+    assert reasons(multiplied, q, k, v, torch.randn(2, 1, 17, 17)) == [
+        "scores are multiplied by a tensor: logits as large as it may hold cost the backward its digits"
     ]
 
 

@@ -101,11 +101,12 @@ class Terms:
     def _make(
         self, op: str, args: tuple[Term, ...] = (), attr: Any = None, axes: frozenset[Atom] | None = None
     ) -> Term:
-        key = (
-            op,
-            tuple(id(a) for a in args),
-            attr if op != "number" else (type(attr), str(attr) if isinstance(attr, float) else attr),
-        )
+        known = attr
+        if op == "number":
+            known = type(attr), str(attr) if isinstance(attr, float) else attr
+        elif op == "hole":  # the same name over renamed axes is another hole
+            known = attr, axes
+        key = (op, tuple(id(a) for a in args), known)
         term = self._table.get(key)
         if term is None:
             if axes is None:

@@ -252,6 +252,8 @@ def _gpu_reasons(site: Site) -> list[str]:
         reasons.append("the number of query heads per key head is symbolic")
     if site.training and _may_reach(site, DEEP) and _condition_reads_score(site):
         reasons.append("which scores are masked depends on the scores")
+    if site.training and _scaled_by_tensor(site):
+        reasons.append("scores are multiplied by a tensor: logits as large as it may hold cost the backward its digits")
     learned = {g.role for g in site.gradients} - {"query", "key", "value"}
     holes = {t for t in subterms(_split_scale(site)[0]) if t.op == "hole" and t.attr in learned}
     for hole in holes:
@@ -263,6 +265,17 @@ def _gpu_reasons(site: Site) -> list[str]:
 def _condition_reads_score(site: Site) -> bool:
     hole = site.terms.hole("score", site.scores_axes)
     return any(t.op == "where" and contains(t.args[0], hole) for t in subterms(site.score))
+
+
+def _scaled_by_tensor(site: Site) -> bool:
+    score, hole = _split_scale(site)[0], site.terms.hole("score", site.scores_axes)
+    read = {c.name for c in site.captures if dtype_of(c.operand).is_floating_point}
+
+    def reads(term: Term) -> bool:
+        return any(t.op == "hole" and t.attr in read for t in subterms(term))
+
+    products = [t for t in subterms(score) if t.op in ("mul", "div") and contains(t, hole)]
+    return any(reads(a) for t in products for a in t.args if not contains(a, hole))
 
 
 def _may_be_empty(site: Site) -> bool:
