@@ -16,12 +16,14 @@ from sdpa_rewrite.lift.ops import (
     SHAPE_READERS,
     SOFTMAXES,
     is_call,
+    is_drawn_mask,
     is_pointwise,
     is_tensor,
     opname,
     rank,
 )
 
+TUPLES = frozenset({"max", "native_dropout"})  # operators of several results that are read through
 REACH = 400  # nodes looked at on each side of a softmax
 BARRIERS = frozenset({"convolution", "embedding", "native_layer_norm", "native_group_norm", "_native_batch_norm_legit"})
 
@@ -53,9 +55,14 @@ def candidates(graph: Graph) -> Iterator[Candidate]:
     """Every exponential or softmax that has a contraction before it and one after it.  Linear in the graph."""
     order = {node: k for k, node in enumerate(graph.nodes)}
     taken: set[tuple[Node, int]] = set()
+    exponents: set[Node] = set()
     for node in graph.nodes:
         if not is_call(node) or not _normalised(node):
             continue
+        exponent = _behind_layout(node.args[0])
+        if _backward(node) and exponent in exponents:
+            continue  # the backward of log_softmax computes the probabilities again
+        exponents.add(exponent)
         found = _product_after(node, order)
         if found is None or found in taken:
             continue
@@ -92,7 +99,7 @@ def _normalised(node: Node) -> bool:
             fresh = [u for u in user.users if u not in seen]
             seen.update(fresh)
             stack.extend(fresh)
-    exponent = node.args[0]
+    exponent = _behind_layout(node.args[0])  # type: ignore[arg-type]
     if not isinstance(exponent, Node) or opname(exponent) not in ("sub", "add"):
         return False
     return any(opname(_behind_layout(a)) in ("log", "logsumexp") for a in exponent.all_input_nodes)
@@ -107,6 +114,8 @@ def _behind_layout(node: Node) -> Node:
 def is_glue(node: Node) -> bool:
     """Whether a softmax is followed through ``node``."""
     name = opname(node)
+    if name == "native_dropout" or (name == "getitem" and opname(node.args[0]) == "native_dropout"):  # type: ignore[arg-type]
+        return not is_drawn_mask(node)
     return name in LAYOUT or name in PIECEWISE or is_pointwise(node)
 
 
@@ -142,7 +151,7 @@ def _region(weights: Node, width: int, limit: int) -> tuple[set[Node], set[Node]
                 scores.add(node)
             continue
         for source in node.all_input_nodes:
-            if source not in region and (is_tensor(source) or opname(source) == "max"):
+            if source not in region and (is_tensor(source) or opname(source) in TUPLES):
                 region.add(source)
                 queue.append(source)
     return region, scores
@@ -152,7 +161,9 @@ def _between(region: set[Node], scores: set[Node], order: dict[Node, int]) -> se
     """The nodes of ``region`` that depend on one of ``scores``."""
     interior = set(scores)
     for node in sorted(region, key=order.__getitem__):
-        if opname(node) not in SHAPE_READERS and any(source in interior for source in node.all_input_nodes):
+        if opname(node) in SHAPE_READERS or is_drawn_mask(node):
+            continue
+        if any(source in interior for source in node.all_input_nodes):
             interior.add(node)
     return interior
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 import sympy
+from torch.fx import Node
 
 from sdpa_rewrite import config
 from sdpa_rewrite.algebra.axes import Size, product
 from sdpa_rewrite.algebra.term import Term, show, subterms
 from sdpa_rewrite.emit.affine import Affine, NotAffine, affine
 from sdpa_rewrite.emit.base import dtype_of
+from sdpa_rewrite.lift.ops import is_drawn_mask
 from sdpa_rewrite.outcome import Form
 from sdpa_rewrite.site import Site
 
@@ -79,15 +81,23 @@ def _weight(site: Site) -> tuple[str, ...]:
 
 
 def dropout(site: Site) -> float:
-    """The probability of ``p * (rand > p) / (1 - p)``; 0 when the weight program is something else."""
+    """The probability of ``p * (rand > p) / (1 - p)`` or of ``native_dropout``; 0 for any other weight program."""
     for term in subterms(site.weight):
         if term.op == "lt" and term.args[0].op == "number":
             return float(term.args[0].attr)
+    mask = drawn_mask(site)
+    if mask is not None:
+        return float(mask.args[0].args[1])  # type: ignore[union-attr,arg-type]
     for capture in site.captures:
         rate = _rate(capture.term)
         if rate:
             return rate
     return 0.0
+
+
+def drawn_mask(site: Site) -> Node | None:
+    """The mask of ``native_dropout`` that the site reads, if it does."""
+    return next((c.operand.node for c in site.captures if is_drawn_mask(c.operand.node)), None)
 
 
 def _rate(term: Term) -> float:

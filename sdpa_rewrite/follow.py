@@ -24,6 +24,7 @@ from sdpa_rewrite.lift.ops import (
     REDUCTIONS,
     SHAPE_READERS,
     is_call,
+    is_drawn_mask,
     is_pointwise,
     is_tensor,
     opname,
@@ -78,7 +79,7 @@ def follow(site: Site, lifter: Lifter, candidate: Candidate, order: dict[Node, i
 
     def enqueue(node: Node) -> None:
         for user in node.users:
-            if user not in queued and opname(user) not in SHAPE_READERS:
+            if user not in queued and opname(user) not in SHAPE_READERS and not is_drawn_mask(user):
                 queued.add(user)
                 heapq.heappush(heap, (order[user], len(queued), user))
 
@@ -289,10 +290,11 @@ def _contracted(found: Followed, node: Node) -> Dims | None:
 def _free(found: Followed, node: Node, other: Node, size: Size, used: Dims) -> Dim:
     """The dimension that the other operand brings: the depth of query and key, or the width of the cotangent."""
     site = found.site
+    ours = (site.query.node, site.key.node)
     behind: Any = other
-    while is_call(behind) and (opname(behind) in LAYOUT or opname(behind) in CASTS):
+    while behind not in ours and is_call(behind) and (opname(behind) in LAYOUT or opname(behind) in CASTS):
         behind = behind.args[0]
-    order = (site.depth, site.width) if behind in (site.query.node, site.key.node) else (site.width, site.depth)
+    order = (site.depth, site.width) if behind in ours else (site.width, site.depth)
     for dim in order:
         if same_size(product(dim), size) and not set(dim) & set(atoms_of(used)):
             return dim

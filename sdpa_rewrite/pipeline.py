@@ -8,7 +8,7 @@ from torch.fx import Node
 from sdpa_rewrite import analyse, config, match
 from sdpa_rewrite.choose import choose
 from sdpa_rewrite.cleanroom import clean_room
-from sdpa_rewrite.describe import bytes_avoided, disabled, form_of
+from sdpa_rewrite.describe import bytes_avoided, disabled, drawn_mask, form_of
 from sdpa_rewrite.lift.ops import source_line
 from sdpa_rewrite.outcome import Outcome, Reason
 from sdpa_rewrite.rewrite import Memory, Refused, rewrite
@@ -67,6 +67,11 @@ def _rewritten(
     unwanted = disabled(form, site.training)
     if unwanted:
         reason = Reason(f"config.disabled_forms has {unwanted!r}", "config")
+        return Outcome("recognised", name, source, site.training, form, reasons=(reason,))
+    mask = drawn_mask(site)
+    if mask is not None:  # as under config.fallback_random: the mask is eager's own
+        text = "torch's own generator draws the dropout mask beside the probabilities (fallback_random)"
+        reason = Reason(text, "weight", mask.name, source_line(mask))
         return Outcome("recognised", name, source, site.training, form, reasons=(reason,))
     emitter, against = choose(site)
     reasons = tuple(Reason(text, role) for role, texts in against.items() for text in texts)

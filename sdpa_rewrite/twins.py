@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from sdpa_rewrite.algebra.axes import shape_of, size_of
-from sdpa_rewrite.lift.ops import CASTS, LAYOUT, is_call, opname, value_of
+from sdpa_rewrite.lift.ops import CASTS, LAYOUT, is_call, is_drawn_mask, opname, value_of
 from sdpa_rewrite.site import Capture, Gradient, Operand, Site
 
 
@@ -63,7 +63,9 @@ class Correspondence:
         return self.pairs
 
     def _looked_into(self, node: Node) -> bool:
-        return node in self.reading.opened or (is_call(node) and (opname(node) in LAYOUT or opname(node) in CASTS))
+        if node in self.reading.opened or is_drawn_mask(node):  # a mask corresponds where its dropout does
+            return True
+        return is_call(node) and (opname(node) in LAYOUT or opname(node) in CASTS)
 
     def _pair(self, a: Node, b: Node) -> None:
         known = self.pairs.get(a)

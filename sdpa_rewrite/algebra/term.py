@@ -188,6 +188,10 @@ class Terms:
             return args[1]
         if name == "where" and args[0].op == "number":
             return args[1] if args[0].attr else args[2]
+        if name in ("eq", "ne"):
+            for x, y in (args, args[::-1]):
+                if y.op == "number" and y.attr in (math.inf, -math.inf) and _is_share(x):  # e / sum(e) == inf -> False
+                    return self.number(name == "ne")
         if name == "not" and args[0].op == "not":
             return args[0].args[0]
         return None
@@ -355,6 +359,23 @@ def summands(terms: Terms, term: Term) -> list[Term]:
             if y.op == "number" and x.op == "add":
                 return [terms.call("mul", t, y) for t in summands(terms, x)]
     return [term]
+
+
+def _is_share(term: Term) -> bool:
+    """exp(x) / (sum(exp(x)) + other exponentials), or its absolute value: between 0 and 1, or NaN."""
+    if term.op == "apply" and term.attr[0] is torch.ops.aten.abs.default:
+        return _is_share(term.args[0])
+    if term.op != "div" or term.args[0].op != "exp":
+        return False
+    parts, stack = [], [term.args[1]]
+    while stack:
+        top = stack.pop()
+        if top.op == "add":
+            stack.extend(top.args)
+        else:
+            parts.append(top)
+    summed = [p.args[0] if p.op == "reduce" and p.attr[0] == "sum" else p for p in parts]
+    return term.args[0] in summed and all(p.op == "exp" for p in summed)
 
 
 def dtype_of(node: Node) -> torch.dtype | None:

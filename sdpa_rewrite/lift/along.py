@@ -10,8 +10,9 @@ from torch.fx import Node
 from sdpa_rewrite.algebra.axes import Dims, Window, same_size
 from sdpa_rewrite.algebra.term import Slot, Term
 from sdpa_rewrite.lift import reductions
-from sdpa_rewrite.lift.ops import argument, opname, value_of
+from sdpa_rewrite.lift.ops import argument, is_drawn_mask, opname, value_of
 from sdpa_rewrite.lift.pointwise import template_of
+from sdpa_rewrite.site import Miss
 
 if TYPE_CHECKING:
     from sdpa_rewrite.lift.lifter import Lifter
@@ -22,8 +23,10 @@ def _largest_at(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def getitem(lifter: Lifter, node: Node, dims: Dims) -> Term | None:
-    """max(x, dim) -> (values, indices)"""
+    """max(x, dim) -> (values, indices); native_dropout(x, p) -> (x * mask / (1 - p), mask)"""
     source: Any = node.args[0]
+    if opname(source) == "native_dropout" and node.args[1] == 0:
+        return _dropped(lifter, source, dims)
     if opname(source) != "max" or not isinstance(value_of(source), (tuple, list)):
         return None
     below, gone = reductions.input_dims(lifter, source, dims)
@@ -34,6 +37,18 @@ def getitem(lifter: Lifter, node: Node, dims: Dims) -> Term | None:
     if not keep:
         return None
     return lifter.terms.along(_largest_at, template_of((Slot(0), k)), dims, (below,), (x,))
+
+
+def _dropped(lifter: Lifter, source: Node, dims: Dims) -> Term | None:
+    mask = next((user for user in source.users if is_drawn_mask(user)), None)
+    rate = source.args[1]
+    if mask is None:
+        raise Miss("the graph does not keep the dropout's mask, which torch's own generator draws", "weight", source)
+    if source.args[2] is not True or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+        return None
+    terms = lifter.terms
+    kept = terms.call("mul", terms.call("float", lifter.leaf(mask, dims)), terms.number(1.0 / (1.0 - rate)))
+    return terms.call("mul", lifter.request(source.args[0], dims), kept)  # type: ignore[arg-type]
 
 
 def whole(lifter: Lifter, node: Node, dims: Dims) -> Term | None:

@@ -53,6 +53,11 @@ def value_of(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, Node) else node
 
 
+def is_drawn_mask(node: Any) -> bool:
+    """The mask of ``native_dropout``: its second result, which depends on no value of its input."""
+    return opname(node) == "getitem" and opname(node.args[0]) == "native_dropout" and node.args[1] == 1
+
+
 def is_tensor(node: Any) -> bool:
     """Whether a node holds one tensor."""
     return isinstance(value_of(node), torch.Tensor)
