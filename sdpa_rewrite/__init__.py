@@ -17,6 +17,13 @@ from sdpa_rewrite import compat
 compat.check_torch_version()
 
 from sdpa_rewrite import config as config  # noqa: E402
+from sdpa_rewrite.authoring import Match as Match  # noqa: E402
+from sdpa_rewrite.authoring import NoMatch as NoMatch  # noqa: E402
+from sdpa_rewrite.authoring import Pattern as Pattern  # noqa: E402
+from sdpa_rewrite.authoring import PatternError as PatternError  # noqa: E402
+from sdpa_rewrite.authoring import Program as Program  # noqa: E402
+from sdpa_rewrite.authoring import Scalar as Scalar  # noqa: E402
+from sdpa_rewrite.authoring import pattern as pattern  # noqa: E402
 from sdpa_rewrite.explanation import explain as explain  # noqa: E402
 from sdpa_rewrite.hook import disable as disable  # noqa: E402
 from sdpa_rewrite.hook import enable as enable  # noqa: E402

@@ -61,6 +61,9 @@ keep_torch_patterns: bool = _flag("SDPA_REWRITE_KEEP_TORCH_PATTERNS", False)
 # SDPA_REWRITE_DISABLED_FORMS, separated by commas.
 disabled_forms: tuple[str, ...] = _names("SDPA_REWRITE_DISABLED_FORMS")
 
+# Patterns that are registered but shall not be used, by name.  SDPA_REWRITE_DISABLED_PATTERNS, separated by commas.
+disabled_patterns: tuple[str, ...] = _names("SDPA_REWRITE_DISABLED_PATTERNS")
+
 # Emitters that may take a site, the one to be asked first in front.  SDPA_REWRITE_EMITTERS, separated by commas.
 emitters: tuple[str, ...] = _names("SDPA_REWRITE_EMITTERS", ("sdpa", "flex"))
 
@@ -79,7 +82,7 @@ def problems() -> tuple[str, ...]:
     found = []
     if here.dropout not in ("exact", "any"):
         found.append(f"sdpa_rewrite.config.dropout must be 'exact' or 'any', not {here.dropout!r}")
-    for name in ("disabled_forms", "emitters"):
+    for name in ("disabled_forms", "disabled_patterns", "emitters"):
         value = getattr(here, name)
         if not isinstance(value, (tuple, list)) or not all(isinstance(item, str) for item in value):
             found.append(f"sdpa_rewrite.config.{name} must be a tuple of strings, not {value!r}")

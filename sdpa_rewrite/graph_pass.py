@@ -22,7 +22,9 @@ SOURCE_SUFFIXES = (".py", ".jinja", ".h", ".cpp")
 
 def registered_patterns_key() -> tuple[str, ...]:
     """What identifies the patterns that users registered: part of the key of Inductor's caches."""
-    return ()
+    from sdpa_rewrite.authoring import registry
+
+    return registry.key()
 
 
 class AttentionPass(CustomGraphPass):

@@ -6,6 +6,7 @@ import torch.fx
 from torch.fx import Node
 
 from sdpa_rewrite import analyse, config, match
+from sdpa_rewrite.authoring import stage
 from sdpa_rewrite.choose import choose
 from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.describe import bytes_avoided, disabled, drawn_mask, form_of
@@ -19,13 +20,15 @@ from sdpa_rewrite.twins import Reading, carried_over
 def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
     """Rewrite every attention of ``graph`` that is proved and that an emitter takes; tell what became of each.
 
-    All candidates are judged on the graph as it came, then the sites are rewritten one by one.
+    Patterns come first.  All candidates that are left are judged on the graph as it is then, and the sites rewritten
+    one by one.
     """
+    taught = stage.apply(graph)
     order = {node: k for k, node in enumerate(graph.nodes)}
     analysis = Analysis(order)
     verdicts = [(c.anchor.name, source_line(c.anchor), analysis.verdict(c)) for c in match.candidates(graph)]
     memory = Memory(frozenset(n for _, _, verdict in verdicts if isinstance(verdict, Site) for n in verdict.operands))
-    return tuple(
+    return taught + tuple(
         _rewritten(graph, verdict, order, memory, name, source)
         if isinstance(verdict, Site)
         else Outcome("missed", name, source, reasons=(verdict,))

@@ -8,7 +8,7 @@ nothing of the original has changed; whatever fails takes the new nodes out agai
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +107,7 @@ def rewrite(
         raise Refused(str(error)) from error
     splice = Splice(graph)
     try:
-        outputs = insert(splice, site, traced, result, gradients, order)
+        outputs = insert(splice, site.result.node, traced, result.node, [g.result.node for g in gradients], order)
         check(outputs, traced.results)
         for old, new in zip(traced.results, outputs, strict=True):
             splice.move_readers(old.node, new)
@@ -239,17 +239,20 @@ def _numbers(site: Site, graph: Graph) -> dict[sympy.Symbol, Node]:
 
 def insert(
     splice: Splice,
-    site: Site,
+    origin: Node,
     traced: Traced,
-    result: Operand,
-    gradients: tuple[Gradient, ...],
+    result: Node,
+    gradients: Sequence[Node],
     order: dict[Node, int],
 ) -> list[Node]:
-    """Copy the traced nodes in: the forward before the old result, the backward before the first old gradient."""
+    """Copy the traced nodes in: the forward before the old result, the backward before the first old gradient.
+
+    The forward's nodes come from where ``origin`` comes from.
+    """
     inner = traced.module.graph
     placeholders = [n for n in inner.nodes if n.op == "placeholder"]
     copies: dict[Node, Node] = dict(zip(placeholders, traced.inputs, strict=True))
-    first = min((g.result.node for g in gradients), key=order.__getitem__, default=result.node)
+    first = min(gradients, key=order.__getitem__, default=result)
     late = _late(inner, placeholders, len(placeholders) if not gradients else _cotangent_at(traced, placeholders))
     outputs: list[Node] = []
     for node in inner.nodes:
@@ -258,11 +261,11 @@ def insert(
         if node.op == "output":
             outputs = [copies[n] for n in node.args[0]]
             continue
-        before = first if node in late else result.node
+        before = first if node in late else result
         with splice.graph.inserting_before(before):
             copy = splice.graph.node_copy(node, copies.__getitem__)
         splice.added[copy] = before
-        copy.meta = carried(site.result.node if before is result.node else before, node)
+        copy.meta = carried(origin if before is result else before, node)
         copies[node] = copy
         if copy.op == "get_attr":
             _adopt(splice, traced.module, copy)

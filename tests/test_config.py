@@ -17,12 +17,13 @@ def test_defaults() -> None:
     assert config.dropout == "exact"
     assert config.keep_torch_patterns is False
     assert config.disabled_forms == ()
+    assert config.disabled_patterns == ()
     assert config.emitters == ("sdpa", "flex")
     assert config.problems() == ()
 
 
 def test_names_are_the_options_and_nothing_else() -> None:
-    expected = "enabled strict verify dropout keep_torch_patterns disabled_forms emitters log"
+    expected = "enabled strict verify dropout keep_torch_patterns disabled_forms disabled_patterns emitters log"
     assert list(config.names()) == expected.split()
 
 

@@ -14,9 +14,9 @@ ROOT = Path(sdpa_rewrite.__file__).parent
 
 ORDER = [
     *("outcome", "compat", "config", "cleanroom"),
-    *("algebra", "site", "reference", "pattern", "lift", "twins"),
+    *("algebra", "site", "reference", "lift", "twins"),
     *("candidates", "softmax", "match", "follow", "prove", "adjoint", "analyse"),
-    *("kernels", "emit", "choose", "verify", "rewrite", "describe", "patterns", "pipeline"),
+    *("kernels", "emit", "choose", "verify", "rewrite", "describe", "authoring", "patterns", "pipeline"),
     *("report", "graph_pass", "hook", "backend", "explanation", "__init__"),
 ]
 

@@ -8,7 +8,7 @@ caller splits the axis and asks again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import sympy
@@ -139,6 +139,10 @@ class Lifter:
         if node not in self.interior:
             self._closed.add(node)
         return self.leaf(node, dims)
+
+    def close(self, nodes: Iterable[Node]) -> None:
+        """Read ``nodes`` as leaves everywhere."""
+        self._closed |= set(nodes)
 
     def leaf(self, node: Node, dims: Dims) -> Term:
         """``node`` as a tensor that is not looked into."""

@@ -1,0 +1,260 @@
+"""The proof: the pattern computes what the region computes, and each gradient is autograd of the pattern.
+
+Both are evaluated on small random instances in float64, masked rows and special values included, as for a site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from sdpa_rewrite.algebra.axes import Atom, Dim
+from sdpa_rewrite.algebra.interpret import World, evaluate
+from sdpa_rewrite.algebra.linear import is_linear
+from sdpa_rewrite.algebra.term import Term, subterms
+from sdpa_rewrite.algebra.tiny import COMPARISONS, Inconsistent, TinyWorld, agree
+from sdpa_rewrite.authoring.region import Region, summed
+from sdpa_rewrite.site import Miss, Operand
+
+NOT_EVALUATED = (Inconsistent, RuntimeError, IndexError, KeyError, TypeError, ValueError)
+DRAWS = ((0, False), (1, False), (2, True), (3, True), (4, True))
+MORE = ((5, True), (6, False), (7, True), (8, False))  # while a condition has shown one side only
+
+
+class PatternWorld(World):
+    """The pattern's side of a small instance: sizes and values are those of the graph's side."""
+
+    def __init__(self, region: Region, theirs: TinyWorld, values: Mapping[str, Tensor]) -> None:
+        found = {t for term in region.pattern.terms for t in subterms(term)}
+        atoms = {a for t in found for a in (*t.axes, *(t.attr[1] if t.op == "reduce" else ()))}
+        super().__init__(sorted(atoms, key=lambda a: (a.name, str(a.size))))
+        self.region, self.theirs, self.given = region, theirs, values
+        for term in sorted(found, key=lambda t: t.order):
+            if is_program(term):
+                self._run(term)
+
+    def size(self, atom: Atom) -> int:
+        """See ``World``."""
+        dims = self.region.axes.dims
+        if atom in dims:
+            return int(self.theirs.extent(dims[atom]))
+        if isinstance(atom.size, sympy.Symbol):
+            return int(self.theirs.extent(self._named(atom)))
+        raise Inconsistent(f"an axis of {atom.size} is unknown")
+
+    def _named(self, atom: Atom) -> Dim:
+        """The graph's axes of another axis of the same name."""
+        known = [d for a, d in self.region.axes.dims.items() if a.size == atom.size]
+        if not known:
+            raise Inconsistent(f"an axis of {atom.size} is unknown")
+        return known[0]
+
+    def leaf(self, term: Term) -> Tensor:
+        """See ``World``."""
+        return self.given[self.region.pattern.parameters[term.attr[0]].name]
+
+    def index(self, term: Term) -> Tensor:
+        """See ``World``."""
+        dim, start, step = term.attr
+        wanted = tuple(b for a in dim for b in self.region.axes.dims.get(a) or self._named(a))
+        if not wanted:
+            return torch.full((1,), float(self.region.axes.number(start)), dtype=torch.float64)
+        start, step = (_whole(self.region.axes.number(n)) for n in (start, step))
+        return self.theirs.index(self.region.lifter.terms.index(wanted, start, step))
+
+    def number(self, value: Any) -> Tensor:
+        """See ``World``."""
+        return self.theirs.number(self.region.axes.number(value))
+
+    def _run(self, term: Term) -> None:
+        """Give a program its value: what the graph makes of the pattern's argument."""
+        raise KeyError(f"the program {term.attr[1][0][1]} has no value in this world")
+
+
+def is_program(term: Term) -> bool:
+    """Whether ``term`` is a hole for a program."""
+    return term.op == "apply" and "sdpa_rewrite::program" in str(term.attr[0])
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value == int(value) else value
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """The value of ``term``, at node ``operand.node``, is the gradient of the parameter ``name``."""
+
+    name: str
+    operand: Operand
+    term: Term
+
+
+@dataclass
+class Trial:
+    """One random instance: the graph's world, the pattern's inputs and its results."""
+
+    world: TinyWorld
+    values: dict[str, Tensor]
+    results: tuple[Tensor, ...]
+
+
+def try_out(region: Region, seed: int, special: bool, extra: Sequence[Term] = (), grad: bool = False) -> Trial:
+    """Evaluate the pattern on random data."""
+    terms = [*region.terms, *extra, *region.tensors.values()]
+    columns = sorted(_columns(region), key=lambda a: a.name)
+    world = TinyWorld(terms, columns, _generic(region, extra), seed, special)
+    values: dict[str, Tensor] = {}
+    for name, term in region.tensors.items():
+        x = world.gather(evaluate(term, world), tensor_dims(region, name))
+        wanted = grad and x.dtype.is_floating_point
+        values[name] = x.detach().clone().requires_grad_(wanted)
+    for name, term in region.scalars.items():
+        x = evaluate(term, world).reshape(()).to(torch.float64)
+        values[name] = x.detach().clone().requires_grad_(grad and term.op == "leaf")
+    with torch.set_grad_enabled(grad):
+        mine = PatternWorld(region, world, values)
+        results = tuple(
+            mine.gather(evaluate(t, mine), root.attr[1])
+            for t, root in zip(region.pattern.terms, region.pattern.roots, strict=True)
+        )
+    return Trial(world, values, results)
+
+
+def tensor_dims(region: Region, name: str) -> tuple[Dim, ...]:
+    """The graph's axes of each dimension that the pattern declares for a tensor."""
+    node = region.pattern.placeholder(name)
+    leaf = next(t for term in region.pattern.terms for t in subterms(term) if t.op == "leaf" and t.attr[0] is node)
+    dims = region.axes.dims
+    sizes = {a.size: d for a, d in dims.items()}
+    return tuple(tuple(b for a in dim for b in dims.get(a, sizes.get(a.size, ()))) for dim in leaf.attr[1])
+
+
+def result_dims(region: Region, k: int) -> tuple[Dim, ...]:
+    """The graph's axes of each dimension of a result."""
+    return tuple(region.axes.dim(d) for d in region.pattern.roots[k].attr[1])
+
+
+def _columns(region: Region) -> set[Atom]:
+    """Axes along which a mask may cover a row: those that are summed away and that scores have."""
+    gone = summed(region.terms)
+    operands = {a for t in _factors(region.terms) for a in t.axes}
+    masks = [t for t in region.tensors.values() if t not in _factors(region.terms)]
+    return {a for t in masks for a in t.axes if a in gone or a not in operands} & set(gone)
+
+
+def _factors(terms: Sequence[Term]) -> set[Term]:
+    """Leaves that are multiplied in a contraction."""
+    found: set[Term] = set()
+    for term in terms:
+        for t in subterms(term):
+            if t.op == "reduce" and t.attr[0] == "sum" and t.args[0].op == "mul":
+                found |= {a for a in t.args[0].args if a.op == "leaf"}
+    return found
+
+
+def _generic(region: Region, extra: Sequence[Term]) -> set[Any]:
+    leaves = _factors([*region.terms, *extra])
+    return {t.attr[0] for t in leaves}
+
+
+def _draws(terms: Sequence[Term], seen: _Seen) -> Iterator[tuple[int, bool]]:
+    yield from DRAWS
+    for draw in MORE:
+        if seen.open:
+            yield draw
+
+
+class _Seen:
+    """Which comparisons have had both outcomes."""
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        self.open: dict[Term, set[bool]] = {t: set() for term in terms for t in subterms(term) if t.op in COMPARISONS}
+
+    def note(self, world: TinyWorld) -> None:
+        for term in list(self.open):
+            value = world.values.get(term)
+            if value is not None:
+                self.open[term] |= {bool(value.any()), bool(value.all())}
+                if len(self.open[term]) == 2:
+                    del self.open[term]
+
+
+def forward(region: Region) -> None:
+    """Raise ``Miss`` unless the pattern is what the region computes."""
+    seen = _Seen(region.terms)
+    root = region.roots[0].node
+    for seed, special in _draws(region.terms, seen):
+        try:
+            trial = try_out(region, seed, special)
+            for k, term in enumerate(region.terms):
+                theirs = trial.world.gather(evaluate(term, trial.world), result_dims(region, k))
+                difference = agree(theirs, trial.results[k])
+                if difference is not None:
+                    raise Miss(f"it differs from the pattern on random data, by {difference:.3g}", "proof", root)
+        except NOT_EVALUATED as error:
+            raise Miss(f"it cannot be evaluated on a small instance: {error}", "proof", root) from error
+        seen.note(trial.world)
+    if seen.open:
+        raise Miss("a condition in it had one outcome only in all draws", "proof", root)
+
+
+def gradients(region: Region, cotangents: Sequence[Term | None], claims: Sequence[Claim]) -> list[Claim]:
+    """The claims that hold on every draw, and that are linear in the cotangents by construction."""
+    own = {t for term in region.terms for t in subterms(term)}
+    left = [c for c in claims if _linear(c.term, cotangents, own, region.terms[0])]
+    for seed, special in DRAWS:
+        if left:
+            left = _agreeing(region, cotangents, left, seed, special)
+    return left
+
+
+def _linear(term: Term, cotangents: Sequence[Term | None], own: set[Term], root: Term) -> bool:
+    """Whether ``term`` is linear in the cotangents taken together."""
+    given = [c for c in cotangents if c is not None]
+    return all(is_linear(term, c, own, root) or not _reads(term, c) for c in given) and any(
+        _reads(term, c) for c in given
+    )
+
+
+def _reads(term: Term, leaf: Term) -> bool:
+    return any(t.op == "leaf" and t.attr[0] is leaf.attr[0] for t in subterms(term))
+
+
+def _agreeing(
+    region: Region, cotangents: Sequence[Term | None], claims: list[Claim], seed: int, special: bool
+) -> list[Claim]:
+    given = [c for c in cotangents if c is not None]
+    try:
+        trial = try_out(region, seed, special, [*given, *(c.term for c in claims)], grad=True)
+    except NOT_EVALUATED:
+        return []
+    world = trial.world
+    seeds = [
+        torch.zeros_like(r) if c is None else world.gather(evaluate(c, world), result_dims(region, k)).to(r.dtype)
+        for k, (c, r) in enumerate(zip(cotangents, trial.results, strict=True))
+    ]
+    names = [n for n, x in trial.values.items() if x.requires_grad]
+    outputs = [(r, s) for r, s in zip(trial.results, seeds, strict=True) if r.requires_grad]
+    found = torch.autograd.grad(
+        [r for r, _ in outputs], [trial.values[n] for n in names], [s for _, s in outputs], allow_unused=True
+    )
+    true = {n: g for n, g in zip(names, found, strict=True) if g is not None}
+    return [c for c in claims if c.name in true and _holds(region, world, c, true[c.name])]
+
+
+def _holds(region: Region, world: TinyWorld, claim: Claim, gradient: Tensor) -> bool:
+    dims = () if claim.name in region.scalars else tensor_dims(region, claim.name)
+    try:
+        value = evaluate(claim.term, world)
+        wide = world.spread(gradient, dims) if dims else gradient.reshape([1] * len(world.order))
+        have = {a for d in dims for a in d}
+        gone = [world.position[a] for a in have - claim.operand.axes]
+        wide = wide.sum(gone, keepdim=True) if gone else wide
+        return agree(world.expanded(value, claim.operand.axes), wide) is None
+    except NOT_EVALUATED:
+        return False

@@ -1,0 +1,219 @@
+"""A pattern's own trace: what its function computes, as a graph over its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils import _pytree as pytree
+
+from sdpa_rewrite.algebra.axes import Dims, Irregular, Refine, shape_of
+from sdpa_rewrite.algebra.term import Term
+from sdpa_rewrite.authoring.opener import Again, Opener
+from sdpa_rewrite.authoring.parameters import Parameter, PatternError, Variant
+from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
+from sdpa_rewrite.lift.ops import CASTS, LAYOUT, is_call, opname, value_of
+
+HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)  # sizes that stand for unknown ones while tracing
+RESTARTS = 32
+
+
+@dataclass(frozen=True)
+class LiftedPattern:
+    """One variant of a pattern as a graph.
+
+    ``symbols``: the size of each named axis.  ``parameters``: by placeholder.  ``roots``: the results, layout looked
+    through, in the dimensions of the pattern's axes.
+    """
+
+    name: str
+    variant: Variant
+    graph: Graph
+    symbols: Mapping[str, sympy.Symbol]
+    parameters: Mapping[Node, Parameter]
+    results: tuple[Node, ...]
+    opener: Opener
+    roots: tuple[Term, ...]
+    terms: tuple[Term, ...]
+
+    def placeholder(self, name: str) -> Node:
+        """The node of a parameter."""
+        return next(n for n, p in self.parameters.items() if p.name == name)
+
+
+def lifted(name: str, function: Callable[..., Any], variant: Variant) -> LiftedPattern:
+    """Trace and lift one variant.  Raises ``PatternError``."""
+    graph, symbols, placeholders = _traced(name, function, variant)
+    parameters = dict(zip(placeholders, variant.parameters, strict=False))
+    results = tuple(pytree.tree_leaves(next(n for n in graph.nodes if n.op == "output").args[0]))
+    _check_results(name, results)
+    opener, roots, terms = _lifted(name, graph, results)
+    return LiftedPattern(name, variant, graph, symbols, parameters, results, opener, roots, terms)
+
+
+def _check_results(name: str, results: Sequence[Any]) -> None:
+    for result in results:
+        if not isinstance(result, Node) or not isinstance(value_of(result), Tensor):
+            raise PatternError(f"{name}: a pattern returns tensors, not {result!r}")
+        if not is_call(result):
+            raise PatternError(f"{name}: a result is a parameter as it is")
+
+
+def _traced(name: str, function: Callable[..., Any], variant: Variant) -> tuple[Graph, dict[str, Any], list[Node]]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    axes = dict.fromkeys(a for p in variant.parameters for a in p.axes if isinstance(a, str))
+    if len(axes) > len(HINTS):
+        raise PatternError(f"{name}: more than {len(HINTS)} named axes")
+    sizes = {axis: _symbol(env, axis, hint) for axis, hint in zip(axes, HINTS, strict=False)}
+    order = [p for p in variant.parameters if p.kind != "program"]
+    with mode:
+        examples = [_example(p, sizes) for p in order]
+
+    def body(*values: Any) -> Any:
+        given = dict(variant.fixed)
+        given |= {p.name: functools.partial(_program, p.name) for p in variant.parameters if p.kind == "program"}
+        given |= {p.name: x for p, x in zip(order, values, strict=True)}
+        return function(**given)
+
+    try:
+        with mode, torch.no_grad(), _symbolic_roots():
+            module = make_fx(body, dict(select_decomp_table()), tracing_mode="real")(*examples)
+    except PatternError:
+        raise
+    except Exception as error:
+        raise PatternError(f"{name}: its function cannot be traced: {type(error).__name__}: {error}") from error
+    module.graph.eliminate_dead_code()
+    for axis, size in sizes.items():
+        if not isinstance(env.replace(size.node.expr), sympy.Symbol):
+            raise PatternError(f"{name}: its function fixes the axis {axis} to one size; axes may have any")
+    for parameter, node in zip(order, (n for n in module.graph.nodes if n.op == "placeholder"), strict=True):
+        if not node.users:
+            raise PatternError(f"{name}: {parameter.name} is not used" + _when(variant))
+    if any(n.op == "get_attr" for n in module.graph.nodes):
+        raise PatternError(f"{name}: it reads a tensor from outside; declare it as a parameter")
+    symbols = {axis: size.node.expr for axis, size in sizes.items()}
+    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+    named = dict(zip((p.name for p in order), inputs, strict=True))
+    _keep(module)
+    return module.graph, symbols, [named[p.name] for p in order]
+
+
+def _when(variant: Variant) -> str:
+    return f" when {variant}" if variant.fixed else ""
+
+
+_modules: list[torch.fx.GraphModule] = []  # a graph lives as long as its module
+
+
+def _keep(module: torch.fx.GraphModule) -> None:
+    _modules.append(module)
+
+
+def _symbol(env: ShapeEnv, axis: str, hint: int) -> Any:
+    from torch._dynamo.source import ConstantSource
+
+    source = ConstantSource(f"size_{axis}")
+    symbol = env.create_symbol(hint, source, DimDynamic.DYNAMIC, constraint_dim=None)
+    return env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def _example(parameter: Parameter, sizes: Mapping[str, Any]) -> Any:
+    if parameter.kind == "scalar":
+        return torch.empty(())
+    return torch.empty([sizes[a] if isinstance(a, str) else a for a in parameter.axes], dtype=parameter.dtype)
+
+
+@contextlib.contextmanager
+def _symbolic_roots() -> Iterator[None]:
+    """``math.sqrt`` of a size stays symbolic, as it does in Dynamo."""
+    plain = math.sqrt
+
+    def sqrt(x: Any, /) -> Any:
+        return torch.sym_sqrt(x) if isinstance(x, (torch.SymInt, torch.SymFloat)) else plain(x)
+
+    math.sqrt = sqrt
+    try:
+        yield
+    finally:
+        math.sqrt = plain
+
+
+def _program(name: str, x: Tensor) -> Tensor:
+    """A program hole while a pattern is traced: an operator that nothing knows."""
+    out: Tensor = program_op()(x, name)
+    return out
+
+
+@functools.cache
+def program_op() -> Any:
+    """``sdpa_rewrite::program(x, name)``: a pointwise operator, for tracing only."""
+
+    def never(x: Tensor, name: str) -> Tensor:
+        raise RuntimeError("a program of a pattern has no value of its own")
+
+    torch.library.define("sdpa_rewrite::program", "(Tensor x, str name) -> Tensor", tags=(torch.Tag.pointwise,))
+    torch.library.impl("sdpa_rewrite::program", "CompositeExplicitAutograd", never)
+    torch.library.register_fake("sdpa_rewrite::program", lambda x, name: torch.empty_like(x))
+    return torch.ops.sdpa_rewrite.program.default
+
+
+def _lifted(name: str, graph: Graph, results: Sequence[Node]) -> tuple[Opener, tuple[Term, ...], tuple[Term, ...]]:
+    """The results as roots to open, and as whole terms."""
+    axes = Axes()
+    for _ in range(RESTARTS):
+        opener, whole = Opener(axes), Lifter(axes, {n for n in graph.nodes if is_call(n)})
+        whole.terms = opener.terms
+        try:
+            dims = tuple(dims_of(axes, r) for r in results)
+            terms = tuple(whole.request(r, d) for r, d in zip(results, dims, strict=True))
+            roots = tuple(opener.request(r, d) for r, d in zip(results, dims, strict=True))
+            for root in roots:
+                settle(opener, root)
+            return opener, roots, terms
+        except Again:
+            continue
+        except Refine as refine:
+            try:
+                axes.split(refine)
+            except Irregular as error:
+                raise PatternError(f"{name}: it cannot be written in named axes: {error}") from error
+        except (Irregular, CannotWindow) as error:
+            raise PatternError(f"{name}: it cannot be written in named axes: {error}") from error
+    raise PatternError(f"{name}: its axes do not settle")
+
+
+def dims_of(axes: Axes, node: Node) -> Dims:
+    """Axes for the dimensions of a result."""
+    return tuple(axes.dim((node, k), n, "abcdefghij"[k]) for k, n in enumerate(shape_of(value_of(node))))
+
+
+def settle(opener: Opener, root: Term) -> None:
+    """Open all that ``root`` depends on, so that no axis is left to be split."""
+    stack, seen = [root], {root}
+    while stack:
+        top = opener.open(stack.pop())
+        for arg in top.args:
+            if arg not in seen:
+                seen.add(arg)
+                stack.append(arg)
+
+
+def head(node: Node) -> Node:
+    """The operator that makes a value: layout and casts looked through."""
+    while is_call(node) and (opname(node) in LAYOUT or opname(node) in CASTS):
+        node = node.args[0]  # type: ignore[assignment]
+    return node

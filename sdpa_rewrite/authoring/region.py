@@ -1,0 +1,170 @@
+"""The part of a graph that a pattern matched: from the tensors it reads to its results, as terms over named axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import sympy
+from torch.fx import Node
+
+from sdpa_rewrite.algebra.axes import Atom, Irregular, Refine
+from sdpa_rewrite.algebra.term import Term, subterms
+from sdpa_rewrite.authoring.correspond import Correspondence, Unlike, correspondence
+from sdpa_rewrite.authoring.lifted import LiftedPattern, dims_of
+from sdpa_rewrite.authoring.opener import Again, Opener
+from sdpa_rewrite.authoring.unify import Found, Obstacle, Unifier, may_equal
+from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
+from sdpa_rewrite.lift.ops import CONTRACTIONS, is_call, is_tensor, opname
+from sdpa_rewrite.site import Operand
+
+ATTEMPTS = 24  # bindings that are looked at more closely, of one place
+LARGEST = 600  # nodes of a region
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """One place where a pattern matches.
+
+    ``tensors``: what each tensor parameter is, ``scalars`` likewise (a number's term or a 0-d tensor's); both hold
+    leaves of ``lifter``'s terms.  ``inner``: the nodes that the pattern covers, ``roots`` the results among them, and
+    ``terms`` what these compute.
+    """
+
+    pattern: LiftedPattern
+    axes: Correspondence
+    lifter: Lifter
+    tensors: dict[str, Term]
+    scalars: dict[str, Term]
+    programs: dict[str, tuple[Term, Term]]
+    inner: frozenset[Node]
+    roots: tuple[Operand, ...]
+    terms: tuple[Term, ...]
+
+    def operand(self, name: str) -> Operand:
+        """The graph's tensor of a parameter."""
+        return Operand(*self.tensors[name].attr)
+
+    @property
+    def bound(self) -> tuple[Node, ...]:
+        """The nodes that the pattern reads."""
+        held = [*self.tensors.values(), *(t for t in self.scalars.values() if t.op == "leaf")]
+        return tuple(dict.fromkeys(t.attr[0] for t in held))
+
+    def core(self) -> frozenset[Node]:
+        """The nodes that are worth not computing: those that depend on a contraction of the region."""
+        found: set[Node] = set()
+        for node in self._in_order():
+            if opname(node) in CONTRACTIONS or any(n in found for n in node.all_input_nodes):
+                found.add(node)
+        return frozenset(found)
+
+    def _in_order(self) -> Iterator[Node]:
+        graph = self.roots[0].node.graph
+        yield from (n for n in graph.nodes if n in self.inner)
+
+
+@dataclass(frozen=True)
+class Near:
+    """A place where a pattern almost matched."""
+
+    pattern: LiftedPattern
+    root: Node
+    obstacle: Obstacle | None
+    text: str
+
+
+def regions_at(pattern: LiftedPattern, root: Node) -> Iterator[Region | Near]:
+    """Every way in which ``pattern`` matches at ``root``; at last, if none was taken, why there are no others."""
+    axes = Axes()
+    seen: set[tuple[tuple[str, Node | str], ...]] = set()
+    while True:
+        opener = Opener(axes)
+        try:
+            yield from _regions(pattern, root, opener, seen)
+            return
+        except Again:
+            continue
+
+
+def _regions(
+    pattern: LiftedPattern, root: Node, opener: Opener, seen: set[tuple[tuple[str, Node | str], ...]]
+) -> Iterator[Region | Near]:
+    top = opener.request(root, dims_of(opener.axes, root))
+    unifier = Unifier(pattern.opener, pattern.parameters, opener)
+    unlike = ""
+    for k, found in enumerate(unifier.unify(pattern.roots[0], top, Found())):
+        if k >= ATTEMPTS:
+            break
+        key = tuple((str(p.attr[0]), g.attr[0]) for p, g in found.leaves)
+        key = (*key, *((n, str(t)) for n, t in found.scalars.items()))
+        if key in seen:
+            continue
+        try:
+            made = _region(pattern, found, top, opener)
+        except Unlike as error:
+            unlike = unlike or str(error)
+            continue
+        seen.add(key)
+        yield made
+    yield Near(pattern, root, unifier.obstacle, unlike)
+
+
+def _region(pattern: LiftedPattern, found: Found, top: Term, opener: Opener) -> Region:
+    """The region that the bindings imply.  Raises ``Unlike``, or ``Again``."""
+    axes = correspondence(found, [(pattern.roots[0], top)])
+    for mine, theirs in found.numbers:
+        if not equal(axes.number(mine), theirs):
+            raise Unlike(f"the number {theirs} where the pattern has {axes.number(mine)}")
+    names = {p.attr[0]: pattern.parameters[p.attr[0]].name for p, _ in found.leaves}
+    tensors: dict[str, Term] = {}
+    for p, g in found.leaves:
+        tensors.setdefault(names[p.attr[0]], g)
+    root = Operand(*top.attr)
+    bound = {t.attr[0] for t in (*tensors.values(), *found.scalars.values()) if t.op == "leaf"}
+    inner = _between(root.node, bound)
+    lifter = Lifter(opener.axes, set(inner))
+    lifter.terms = opener.terms
+    lifter.close(bound)
+    try:
+        term = lifter.request(root.node, root.dims)
+    except (Irregular, CannotWindow) as error:
+        raise Unlike(f"it cannot be written in named axes: {error}") from error
+    except Refine as refine:
+        opener.split(refine)
+        raise Again from refine
+    return Region(pattern, axes, lifter, tensors, dict(found.scalars), dict(found.programs), inner, (root,), (term,))
+
+
+def _between(root: Node, bound: set[Node]) -> frozenset[Node]:
+    """The nodes that ``root`` depends on, up to ``bound``.  Raises ``Unlike`` where there is no end to them."""
+    inner: set[Node] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node in inner or node in bound or not is_call(node):
+            continue
+        inner.add(node)
+        if len(inner) > LARGEST:
+            raise Unlike("it reads more of the graph than the pattern")
+        stack.extend(n for n in node.all_input_nodes if is_tensor(n) or not isinstance(n.meta.get("val"), (int, float)))
+    return frozenset(n for n in inner if is_tensor(n) or isinstance(n.meta.get("val"), (tuple, list)))
+
+
+def equal(a: object, b: object) -> bool:
+    """Whether two numbers, symbolic or not, are equal but for rounding."""
+    x, y = sympy.sympify(a), sympy.sympify(b)
+    symbols = sorted(x.free_symbols | y.free_symbols, key=str)
+    for trial in range(3):  # equal expressions are equal at a few odd sizes
+        values = {s: sympy.Integer(17 + 12 * k + 31 * trial) for k, s in enumerate(symbols)}
+        one, other = (sympy.N(e.xreplace(values)) for e in (x, y))
+        if one.free_symbols or other.free_symbols or not may_equal(float(one), float(other)):
+            return False
+        if not symbols:
+            break
+    return True
+
+
+def summed(terms: Iterable[Term]) -> frozenset[Atom]:
+    """All axes that the reductions in ``terms`` run over."""
+    return frozenset(a for term in terms for t in subterms(term) if t.op == "reduce" for a in t.attr[1])

@@ -1,0 +1,221 @@
+"""The stage of the pipeline in which the patterns that are on look at a graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from sdpa_rewrite import config
+from sdpa_rewrite.algebra.axes import product
+from sdpa_rewrite.authoring import adjoint, certify, registry, replace
+from sdpa_rewrite.authoring.adjoint import Backward
+from sdpa_rewrite.authoring.certify import tensor_dims
+from sdpa_rewrite.authoring.lifted import LiftedPattern, head, lifted
+from sdpa_rewrite.authoring.parameters import Variant
+from sdpa_rewrite.authoring.pattern import Match, MatchedScalar, MatchedTensor, NoMatch, Pattern
+from sdpa_rewrite.authoring.region import Near, Region, regions_at
+from sdpa_rewrite.cleanroom import clean_room
+from sdpa_rewrite.lift.ops import CONTRACTIONS, is_call, is_tensor, opname, source_line, value_of
+from sdpa_rewrite.outcome import Outcome, Reason
+from sdpa_rewrite.rewrite import Refused
+from sdpa_rewrite.site import Miss
+
+FUZZY = frozenset({"product", "softmax", "sum", "exp"})  # kinds that another spelling may not show
+
+
+def apply(graph: Graph) -> tuple[Outcome, ...]:
+    """Rewrite every place in ``graph`` where a pattern that is on matches; tell what became of each."""
+    patterns = registry.active()
+    if not patterns:
+        return ()
+    return tuple(_Pass(graph).run(patterns))
+
+
+@functools.lru_cache(maxsize=512)
+def lifted_variant(pattern: Pattern, index: int) -> LiftedPattern:
+    """A variant of a pattern, traced once."""
+    with clean_room():
+        return lifted(pattern.name, pattern.function, pattern.variants[index])
+
+
+def lifted_variants(pattern: Pattern) -> Iterator[LiftedPattern]:
+    """All variants of a pattern.  Raises ``PatternError``."""
+    for index in range(len(pattern.variants)):
+        yield lifted_variant(pattern, index)
+
+
+@dataclass
+class _Pass:
+    """One graph."""
+
+    graph: Graph
+    taken: set[Node] = field(default_factory=set)
+    near: list[Near] = field(default_factory=list)
+
+    def run(self, patterns: tuple[Pattern, ...]) -> Iterator[Outcome]:
+        kinds: dict[Node, frozenset[str]] = {}
+        for pattern in patterns:
+            try:
+                variants = list(lifted_variants(pattern))
+            except Exception as error:
+                if config.strict:
+                    raise
+                reason = Reason(f"the pattern {pattern.name} cannot be used: {error}", "pattern")
+                yield Outcome("recognised", "", "", reasons=(reason,))
+                continue
+            for variant in variants:
+                yield from self._variant(pattern, variant, kinds)
+
+    def _variant(
+        self, pattern: Pattern, variant: LiftedPattern, kinds: dict[Node, frozenset[str]]
+    ) -> Iterator[Outcome]:
+        top = head(variant.results[0])
+        kind, needed = kind_of(top), {k for k in kinds_below(top, {}) if k not in FUZZY}
+        for node in list(self.graph.nodes):
+            if not is_call(node) or node in self.taken or not is_tensor(node) or kind_of(node) != kind:
+                continue
+            if node.meta.get("partitioner_tag") == "is_backward" or not needed <= kinds_below(node, kinds):
+                continue
+            outcome = self._at(pattern, variant, node)
+            if outcome is not None:
+                kinds.clear()
+                yield outcome
+
+    def _at(self, pattern: Pattern, variant: LiftedPattern, root: Node) -> Outcome | None:
+        """What becomes of ``root``; None where the pattern does not match."""
+        order = {node: k for k, node in enumerate(self.graph.nodes)}
+        try:
+            with clean_room():
+                found = self._search(variant, root, order)
+        except Exception as error:
+            if config.strict:
+                raise
+            return self._declined(pattern, root, Reason(f"matching failed: {type(error).__name__}: {error}", "pattern"))
+        if isinstance(found, Miss):
+            node = found.node
+            reason = Reason(found.text, found.role, node.name if node is not None else "", source_line(node))
+            return self._declined(pattern, root, reason, status="missed")
+        return self._rewritten(pattern, *found, order) if found is not None else None
+
+    def _search(
+        self, variant: LiftedPattern, root: Node, order: dict[Node, int]
+    ) -> tuple[Region, Backward] | Miss | None:
+        """The first match at ``root`` that is proved; else why the first one is not."""
+        refuted: Miss | None = None
+        for found in regions_at(variant, root):
+            if isinstance(found, Near):
+                self.near.append(found)
+            elif not found.inner & self.taken:
+                try:
+                    certify.forward(found)
+                    return found, adjoint.backward(found, order)
+                except Miss as miss:
+                    refuted = refuted or miss
+        return refuted
+
+    def _declined(
+        self, pattern: Pattern, root: Node, reason: Reason, training: bool = False, status: Any = "recognised"
+    ) -> Outcome:
+        return Outcome(
+            status,
+            root.name,
+            source_line(root),
+            training,
+            emitter="",
+            reasons=(reason,),
+            details={"pattern": pattern.name},
+        )
+
+    def _rewritten(self, pattern: Pattern, region: Region, back: Backward, order: dict[Node, int]) -> Outcome:
+        root, training = region.roots[0].node, bool(back.gradients)
+        name, source = root.name, source_line(root)
+        try:
+            veto(pattern, matched(region, back))
+            if found := replace.difference(pattern, region):
+                raise Refused(found)
+            held = frozenset(region.bound)
+            added = replace.put_in(self.graph, pattern, region, back, order, held)
+        except NoMatch as no:
+            at = no.at
+            reason = Reason(no.reason, at.name if at else "check", at.node if at else "", at.source if at else "")
+            return self._declined(pattern, root, reason, training)
+        except Exception as error:
+            if config.strict and not isinstance(error, Refused):
+                raise
+            text = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+            return self._declined(pattern, root, Reason(text, "replacement"), training)
+        self.taken |= set(added)
+        return Outcome(
+            "fused", name, source, training, emitter=f"pattern {pattern.name}", details={"pattern": pattern.name}
+        )
+
+
+def veto(pattern: Pattern, match: Match) -> None:
+    """Raise ``NoMatch`` where the pattern's declarations or checks are against it."""
+    if pattern.replacement is None:
+        raise NoMatch(pattern.why_not or f"the pattern {pattern.name} has no replacement")
+    first = next(p for p in match.parameters.values() if isinstance(p, MatchedTensor))
+    if pattern.devices and first.device.type not in pattern.devices:
+        raise NoMatch(f"{first.name} is on {first.device}, not on {' or '.join(pattern.devices)}", at=first)
+    if pattern.dtypes and first.dtype not in pattern.dtypes:
+        raise NoMatch(f"{first.name} is {first.dtype}, not {' or '.join(map(str, pattern.dtypes))}", at=first)
+    for check in pattern.checks:
+        check(match)
+
+
+def matched(region: Region, back: Backward) -> Match:
+    """A region as a check sees it."""
+    wanted = {c.name for c in back.gradients}
+    parameters: dict[str, MatchedTensor | MatchedScalar] = {}
+    for name, term in region.tensors.items():
+        node = term.attr[0]
+        value: Tensor = value_of(node)
+        shape = tuple(product(d) for d in tensor_dims(region, name))
+        parameters[name] = MatchedTensor(
+            name, shape, value.dtype, value.device, name in wanted, value.is_contiguous(), node.name, source_line(node)
+        )
+    for name, term in region.scalars.items():
+        if term.op == "number":
+            parameters[name] = MatchedScalar(name, term.attr, False)
+        else:
+            node = term.attr[0]
+            parameters[name] = MatchedScalar(name, None, name in wanted, node.name, source_line(node))
+    symbols = region.pattern.symbols
+    sizes = {axis: region.axes.sizes[s] for axis, s in symbols.items() if s in region.axes.sizes}
+    variant: Variant = region.pattern.variant
+    ordered = {p.name: parameters[p.name] for p in variant.parameters if p.name in parameters}
+    return Match(ordered, sizes, variant.fixed, bool(back.gradients), source_line(region.roots[0].node))
+
+
+def kind_of(node: Node) -> str:
+    """The kind of an operator, the same for its spellings."""
+    name = opname(node)
+    if name in CONTRACTIONS:
+        return "contraction"
+    if name in ("mul", "div"):
+        return "product"
+    if name in ("add", "sub", "rsub"):
+        return "sum"
+    return "softmax" if "softmax" in name else name
+
+
+def kinds_below(node: Node, known: dict[Node, frozenset[str]], depth: int = 3) -> frozenset[str]:
+    """The kinds of what an operator reads, products and sums looked through."""
+    if node in known:
+        return known[node]
+    found: set[str] = set()
+    for source in node.all_input_nodes:
+        below = head(source)
+        if not is_call(below) or not is_tensor(below):
+            continue
+        kind = kind_of(below)
+        found.add(kind)
+        if depth and kind in ("product", "sum"):
+            found |= kinds_below(below, {}, depth - 1)
+    known[node] = frozenset(found)
+    return known[node]
