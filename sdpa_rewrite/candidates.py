@@ -15,6 +15,7 @@ from sdpa_rewrite.lift.ops import (
     PIECEWISE,
     SHAPE_READERS,
     SOFTMAXES,
+    SPLITS,
     is_call,
     is_drawn_mask,
     is_pointwise,
@@ -23,7 +24,7 @@ from sdpa_rewrite.lift.ops import (
     rank,
 )
 
-TUPLES = frozenset({"max", "native_dropout"})  # operators of several results that are read through
+TUPLES = SPLITS | {"max", "native_dropout"}  # operators of several results that are read through
 REACH = 400  # nodes looked at on each side of a softmax
 BARRIERS = frozenset({"convolution", "embedding", "native_layer_norm", "native_group_norm", "_native_batch_norm_legit"})
 
@@ -114,9 +115,9 @@ def _behind_layout(node: Node) -> Node:
 def is_glue(node: Node) -> bool:
     """Whether a softmax is followed through ``node``."""
     name = opname(node)
-    if name == "native_dropout" or (name == "getitem" and opname(node.args[0]) == "native_dropout"):  # type: ignore[arg-type]
-        return not is_drawn_mask(node)
-    return name in LAYOUT or name in PIECEWISE or is_pointwise(node)
+    if name == "getitem":
+        return opname(node.args[0]) in TUPLES - {"max"} and not is_drawn_mask(node)  # type: ignore[arg-type]
+    return name in LAYOUT or name in PIECEWISE or name in TUPLES - {"max"} or is_pointwise(node)
 
 
 def _product_after(anchor: Node, order: dict[Node, int]) -> tuple[Node, int] | None:

@@ -12,7 +12,7 @@ from sdpa_rewrite.algebra.axes import Atom, Dim, Dims
 from sdpa_rewrite.algebra.term import Term, Terms, subterms, summands
 from sdpa_rewrite.candidates import Candidate, descendants, is_glue
 from sdpa_rewrite.lift.lifter import Lifter
-from sdpa_rewrite.lift.ops import opname
+from sdpa_rewrite.lift.ops import is_piece, opname
 from sdpa_rewrite.site import Miss
 
 SEVERAL_KEYS = "one softmax runs over several key tensors (their scores are concatenated)"
@@ -65,7 +65,7 @@ def _hidden(lifted: Lifted) -> Miss:
         return Miss("no division by a sum over the keys", "softmax", candidate.anchor)
     after = descendants(candidate.anchor, candidate.interior)
     joined = any(opname(n) == "cat" for n in candidate.interior - after)
-    if opname(leaf) == "slice" and joined and len(candidate.scores) > 1:
+    if (opname(leaf) == "slice" or is_piece(leaf)) and joined and len(candidate.scores) > 1:
         return Miss(f"{SEVERAL_KEYS}: its probabilities are cut into parts that meet several values", "softmax", leaf)
     opaque = next((n for n in _back(leaf, after) if not is_glue(n) and opname(n) not in ("sum", "amax")), leaf)
     return Miss(f"the probabilities pass through {opaque.target}", "weight", opaque)

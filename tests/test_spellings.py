@@ -78,3 +78,18 @@ def test_dropout_by_the_generator_of_eager_in_two_layers() -> None:
         told = same_as_eager(attention, torch.randn(2, 3, 8, 4, requires_grad=True))
     assert statuses(told) == ["recognised", "recognised"], reasons(told)
     assert len({r.node for o in told.sites for r in o.reasons}) == 2
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_sink_that_is_split_off(dynamic: bool, grad: bool) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        joined = torch.cat([q @ k.mT * 0.3, sink.view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)], -1)
+        p, _ = joined.softmax(-1).split([k.shape[2], 1], -1)
+        return p @ v
+
+    q, k, v = (torch.randn(2, 4, n, 8, requires_grad=grad) for n in (6, 7, 7))
+    told = same_as_eager(attention, q, k, v, torch.randn(4, requires_grad=grad), dynamic=dynamic)
+    assert statuses(told) == ["recognised" if grad else "fused"], reasons(told)
+    assert told.sites[0].form is not None
+    assert told.sites[0].form.softmax == "softmax with sink"

@@ -43,6 +43,7 @@ from sdpa_rewrite.lift.ops import (
     SOFTMAXES,
     argument,
     is_call,
+    is_piece,
     is_pointwise,
     opname,
     value_of,
@@ -227,7 +228,8 @@ class Lifter:
         if name == "iota":
             return pointwise.iota
         if name in PIECEWISE:
-            return pieces.lift if inside or name == "slice" or (name == "slice_scatter" and self.backward) else None
+            joins = name in ("slice_scatter", "cat") and self.backward
+            return pieces.lift if inside or name == "slice" or joins else None
         if name == "index" and not inside:
             return pieces.identity_gather
         if name in CONTRACTIONS:
@@ -235,7 +237,7 @@ class Lifter:
         if name in REDUCTIONS or name in SOFTMAXES or name in ("max", "logsumexp", "_softmax_backward_data"):
             return reductions.lift if inside else None
         if name == "getitem":
-            return along.getitem if inside else None
+            return (pieces.part if is_piece(node) else along.getitem) if inside else None
         if name in ("scatter", "cumsum", "flip"):
             return along.whole if inside else None
         if name in ("tril", "triu"):

@@ -18,6 +18,7 @@ CONTRACTIONS = frozenset({"bmm", "mm", "baddbmm", "addmm", "matmul"})
 REDUCTIONS = frozenset({"sum", "amax", "amin", "any", "all", "mean"})
 SOFTMAXES = frozenset({"_softmax", "_safe_softmax", "_log_softmax", "softmax"})
 PIECEWISE = frozenset({"slice", "cat", "slice_scatter", "select_scatter", "constant_pad_nd"})
+SPLITS = frozenset({"split", "split_with_sizes"})
 SHAPE_READERS = frozenset(  # they read what a tensor looks like, never what it holds
     {"sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "new_empty", "new_empty_strided", "new_zeros"}
     | {"new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"}
@@ -56,6 +57,11 @@ def value_of(node: Any) -> Any:
 def is_drawn_mask(node: Any) -> bool:
     """The mask of ``native_dropout``: its second result, which depends on no value of its input."""
     return opname(node) == "getitem" and opname(node.args[0]) == "native_dropout" and node.args[1] == 1
+
+
+def is_piece(node: Any) -> bool:
+    """One of the parts that a tensor is split into."""
+    return opname(node) == "getitem" and opname(node.args[0]) in SPLITS
 
 
 def is_tensor(node: Any) -> bool:

@@ -58,14 +58,34 @@ def _slice(lifter: Lifter, node: Node, dims: Dims) -> Term | None:
     if argument(node, 4, "step", 1) != 1:
         return None
     start, _ = bounds(node, 2, shape[k])
+    return _from(lifter, node, source, dims, k, start)
+
+
+def part(lifter: Lifter, node: Node, dims: Dims) -> Term | None:
+    """split(x, sizes)[n] is a slice of x."""
+    split: Any = node.args[0]
+    source: Any = split.args[0]
+    shape = shape_of(value_of(source))
+    k = int(argument(split, 2, "dim", 0)) % len(shape)
+    start: Size = 0
+    for piece in value_of(split)[: node.args[1]]:
+        start = start + shape_of(piece)[k]
+    if same_size(shape_of(value_of(node))[k], shape[k]):
+        return lifter.request(source, dims)
+    return _from(lifter, node, source, dims, k, start)
+
+
+def _from(lifter: Lifter, node: Node, source: Node, dims: Dims, k: int, start: Size) -> Term | None:
+    """The positions of ``source`` from ``start`` on, as many as ``dims`` has."""
     if not dims[k]:
-        return _position(lifter, node, dims, k, start) if source in lifter.interior else None
-    return lifter.request(source, replaced(dims, k, window(lifter, dims[k], start, shape[k], (node, k))))
+        return _position(lifter, node, source, dims, k, start) if source in lifter.interior else None
+    return lifter.request(
+        source, replaced(dims, k, window(lifter, dims[k], start, shape_of(value_of(source))[k], (node, k)))
+    )
 
 
-def _position(lifter: Lifter, node: Node, dims: Dims, k: int, at: Size) -> Term:
+def _position(lifter: Lifter, node: Node, source: Node, dims: Dims, k: int, at: Size) -> Term:
     """One position of a dimension: a whole piece of a concatenation, or the part of a value that stands there."""
-    source: Any = node.args[0]
     whole = lifter.bind((node, "whole"), shape_of(value_of(source))[k], dims, "w")
     if len(whole) != 1:
         raise Irregular("one position of a dimension made of several axes")
