@@ -8,7 +8,7 @@ from torch import Tensor
 from sdpa_rewrite.algebra.interpret import evaluate
 from sdpa_rewrite.algebra.term import Term
 from sdpa_rewrite.emit.base import Inputs
-from sdpa_rewrite.emit.heads import Heads
+from sdpa_rewrite.emit.heads import Heads, grouped
 from sdpa_rewrite.site import Site
 
 
@@ -33,20 +33,4 @@ def per_row(site: Site, inputs: Inputs, heads: Heads, term: Term) -> Tensor:
     """``term``, which does not vary along the columns, as (batch, heads, rows), of size one where it does not vary."""
     order = [*heads.batch, *heads.heads, *site.rows, *site.columns]
     world = inputs.world(site, order, logit_dtype(inputs))
-    x = world.expanded(evaluate(term, world), ())
-    full: list[int] = []
-    shape: list[int] = []
-    for group in (heads.batch, heads.heads, site.rows):
-        at = len(full)
-        wide = any(a in term.axes or not _is_one(x.shape[at + k]) for k, a in enumerate(group))
-        sizes = [world.size(a) if wide else 1 for a in group]
-        full += sizes
-        extent = 1
-        for n in sizes:
-            extent = extent * n
-        shape.append(extent)
-    return x.reshape(x.shape[: len(full)]).expand(full).reshape(shape)
-
-
-def _is_one(n: int) -> bool:
-    return isinstance(n, int) and n == 1
+    return grouped(site, heads, evaluate(term, world), world)[..., 0]

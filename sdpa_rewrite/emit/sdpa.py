@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from sdpa_rewrite.algebra.axes import Atom, Dims, product, same_size
-from sdpa_rewrite.algebra.interpret import evaluate
 from sdpa_rewrite.algebra.term import Term
 from sdpa_rewrite.emit.affine import Affine, NotAffine, affine, may_mask
 from sdpa_rewrite.emit.arrange import RealWorld
 from sdpa_rewrite.emit.base import Inputs, compute_dtype, device_of, dtype_of
-from sdpa_rewrite.emit.heads import Heads, grouped, heads_of
+from sdpa_rewrite.emit.heads import Heads, heads_of
 from sdpa_rewrite.emit.masks import Masked, masked
+from sdpa_rewrite.emit.rows import per_row, row_factor
 from sdpa_rewrite.site import Site
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -73,7 +73,7 @@ def _program_reasons(site: Site) -> list[str]:
         return [str(error)]
     if site.softmax == "safe" and form.floor is not None:
         reasons.append("safe softmax over clamped scores")
-    if _weight_factor(site) is None:
+    if row_factor(site) is None:
         reasons.append("the probabilities are changed after the softmax (dropout or another weight program)")
     if site.sink is not None and (site.training or device_of(site).type != "cpu"):
         reasons.append("a sink: ATen's logsumexp has no gradient")
@@ -170,8 +170,7 @@ def _scaled(
         return (q, float(scale.attr)) if scale.attr > 0 else (q * float(scale.attr), 1.0)
     if scale.op == "number":
         return q * world.sizes.number(scale.attr), 1.0
-    factor = grouped(site, heads, evaluate(scale, world), world)
-    return (q * factor).to(q.dtype), 1.0
+    return (q * per_row(site, inputs, heads, scale)[..., None]).to(q.dtype), 1.0
 
 
 def _mask_world(site: Site, inputs: Inputs, heads: Heads, dtype: torch.dtype) -> RealWorld:
@@ -215,29 +214,13 @@ def _other(
 def _less_sink(site: Site, inputs: Inputs, heads: Heads, out: Tensor, logsumexp: Tensor) -> Tensor:
     """The sink's share of the denominator taken off."""
     assert site.sink is not None
-    world = inputs.world(site, [*heads.batch, *heads.heads, *site.rows, *site.columns], logsumexp.dtype)
-    sink = grouped(site, heads, evaluate(site.sink, world), world)[..., 0]
-    share = torch.sigmoid(logsumexp - sink)
+    share = torch.sigmoid(logsumexp - per_row(site, inputs, heads, site.sink))
     return (out * share[..., None]).to(out.dtype)
 
 
-def _weight_factor(site: Site) -> Term | None:
-    """The weight program as a factor per row, or None where it is more than that."""
-    hole = site.terms.hole("probability", site.scores_axes)
-    if site.weight is hole:
-        return site.terms.number(1.0)
-    if site.weight.op == "mul" and hole in site.weight.args:
-        factor = next((a for a in site.weight.args if a is not hole), None)
-        if factor is not None and not factor.axes & set(site.columns):
-            return factor
-    return None
-
-
 def _weighted(site: Site, inputs: Inputs, heads: Heads, out: Tensor) -> Tensor:
-    factor = _weight_factor(site)
+    factor = row_factor(site)
     assert factor is not None
     if factor.op == "number" and factor.attr == 1.0:
         return out
-    order = [*heads.batch, *heads.heads, *site.rows, *site.columns]
-    world = inputs.world(site, order, out.dtype)
-    return (out * grouped(site, heads, evaluate(factor, world), world)).to(out.dtype)
+    return (out * per_row(site, inputs, heads, factor)[..., None]).to(out.dtype)
