@@ -49,7 +49,7 @@ verify: bool = _flag("SDPA_REWRITE_VERIFY", True)
 # What a fused kernel may do with dropout.  SDPA_REWRITE_DROPOUT.
 #   "exact": a site with dropout is fused only by a kernel that draws the very mask which the unfused compiled
 #            program would draw from the same seed
-#   "any":   any mask of the same distribution will do
+#   "any":   any mask of the same distribution will do; on CUDA the site then goes to ATen's kernels, which draw it
 dropout: str = os.environ.get("SDPA_REWRITE_DROPOUT", "exact")
 
 # Keep torch's own attention patterns on in the graphs that we rewrite.  They are off there since they take

@@ -24,6 +24,7 @@ from sdpa_rewrite.algebra.tiny import TinyWorld, agree
 from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.emit.arrange import Sizes, Unavailable, arrange
 from sdpa_rewrite.emit.base import Emitter, Inputs
+from sdpa_rewrite.emit.dropout import dropout_rate
 from sdpa_rewrite.prove import NOT_EVALUATED
 from sdpa_rewrite.reference import attention
 from sdpa_rewrite.site import Operand, Site
@@ -81,6 +82,8 @@ def difference(site: Site, emitter: Emitter) -> str:
 
 
 def _difference(site: Site, emitter: Emitter, seed: int, special: bool) -> str:
+    if config.dropout == "any" and dropout_rate(site) is not None:  # a mask of the kernel's own: all else is compared
+        site = replace(site, weight=site.terms.hole("probability", site.scores_axes))
     terms = {"query": site.query_term, "key": site.key_term, "value": site.value_term}
     generic = {t.attr[0] for t in terms.values() if t.op == "leaf"}
     world = NaturalWorld([site.result_term, *terms.values()], site.columns, generic, seed, special)

@@ -265,7 +265,7 @@ def test_weights_that_vary_along_the_keys() -> None:
         return (capped(q, k).softmax(-1) * keep) @ v
 
     assert reasons(post_mask, *tensors(), torch.rand(17, 17)) == [
-        "the probabilities are changed after the softmax (dropout or another weight program)"
+        "the probabilities are changed after the softmax (by a weight program)"
     ]
 
 

@@ -23,6 +23,7 @@ from sdpa_rewrite.algebra.term import Term, contains, subterms
 from sdpa_rewrite.emit import flex_call
 from sdpa_rewrite.emit.base import Inputs, compute_dtype, device_of, dtype_of
 from sdpa_rewrite.emit.buffer_op import buffer
+from sdpa_rewrite.emit.dropout import dropout_rate
 from sdpa_rewrite.emit.emptiness import Unclear, empty_row
 from sdpa_rewrite.emit.heads import Heads, heads_of
 from sdpa_rewrite.emit.rows import logit_dtype, per_row, row_factor
@@ -177,7 +178,8 @@ def _programs(site: Site) -> list[Term]:
 def _program_reasons(site: Site) -> list[str]:
     reasons = []
     if row_factor(site) is None:
-        reasons.append("the probabilities are changed after the softmax (dropout or another weight program)")
+        what = "by a weight program" if dropout_rate(site) is None else "by dropout"
+        reasons.append(f"the probabilities are changed after the softmax ({what})")
     for term in dict.fromkeys(t for program in _programs(site) for t in subterms(program)):
         if term.op == "apply" and not _inlines(term.attr[0]):
             reasons.append(f"the score program applies {term.attr[0]}, which a kernel cannot inline")

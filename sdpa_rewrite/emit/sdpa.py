@@ -11,11 +11,13 @@ import sympy
 import torch
 from torch import Tensor
 
+from sdpa_rewrite import config
 from sdpa_rewrite.algebra.axes import Atom, Dims, product, same_size
 from sdpa_rewrite.algebra.term import Term
 from sdpa_rewrite.emit.affine import Affine, NotAffine, affine, may_mask
 from sdpa_rewrite.emit.arrange import RealWorld
 from sdpa_rewrite.emit.base import Inputs, compute_dtype, device_of, dtype_of
+from sdpa_rewrite.emit.dropout import dropout_rate
 from sdpa_rewrite.emit.heads import Heads, heads_of
 from sdpa_rewrite.emit.masks import Masked, masked
 from sdpa_rewrite.emit.rows import per_row, row_factor
@@ -51,8 +53,10 @@ class SDPA:
         q, scale = _scaled(site, inputs, form, heads, q, world)
         rows = Masked(q) if causal else masked(site, form, heads, world, q)
         q, k, padded = _equal_widths(site, rows.query, k, v)
-        run = _cpu if device_of(site).type == "cpu" else _other
-        out, logsumexp = run(q, k, padded, rows.mask, causal, scale)
+        if device_of(site).type == "cpu":
+            out, logsumexp = _cpu(q, k, padded, rows.mask, causal, scale)
+        else:
+            out, logsumexp = _other(q, k, padded, rows.mask, causal, scale, dropout_rate(site) or 0.0), None
         if not same_size(product(site.depth), product(site.width)):
             out = out[..., : v.shape[-1]]
         out = rows.finished(out, v)
@@ -73,8 +77,7 @@ def _program_reasons(site: Site) -> list[str]:
         return [str(error)]
     if site.softmax == "safe" and form.floor is not None:
         reasons.append("safe softmax over clamped scores")
-    if row_factor(site) is None:
-        reasons.append("the probabilities are changed after the softmax (dropout or another weight program)")
+    reasons += _weight_reasons(site)
     if site.sink is not None and (site.training or device_of(site).type != "cpu"):
         reasons.append("a sink: ATen's logsumexp has no gradient")
     if any(f.finite and (site.training or not f.absorbs) for f in form.fills) and any(
@@ -86,6 +89,18 @@ def _program_reasons(site: Site) -> list[str]:
     if masks & bias:
         reasons.append("the mask (bias) needs a gradient")
     return reasons
+
+
+def _weight_reasons(site: Site) -> list[str]:
+    if row_factor(site) is not None:
+        return []
+    if dropout_rate(site) is None:
+        return ["the probabilities are changed after the softmax (by a weight program)"]
+    if device_of(site).type == "cpu":
+        return ["dropout on the probabilities: ATen's kernels for CPU have none"]
+    if config.dropout != "any":
+        return ["dropout on the probabilities: ATen's kernels draw a mask of their own (config.dropout is 'exact')"]
+    return []
 
 
 def _is_nan_scale(term: Term) -> bool:
@@ -200,15 +215,12 @@ def _cpu(
     return out, logsumexp
 
 
-def _other(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor | None]:
+def _other(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, dropout: float) -> Tensor:
     mask = mask.to(q.dtype) if mask is not None else None
     gqa = q.shape[1] != k.shape[1]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=gqa
     )
-    return out, None
 
 
 def _less_sink(site: Site, inputs: Inputs, heads: Heads, out: Tensor, logsumexp: Tensor) -> Tensor:
@@ -220,7 +232,6 @@ def _less_sink(site: Site, inputs: Inputs, heads: Heads, out: Tensor, logsumexp:
 
 def _weighted(site: Site, inputs: Inputs, heads: Heads, out: Tensor) -> Tensor:
     factor = row_factor(site)
-    assert factor is not None
-    if factor.op == "number" and factor.attr == 1.0:
+    if factor is None or (factor.op == "number" and factor.attr == 1.0):  # None: the kernel drops
         return out
     return (out * per_row(site, inputs, heads, factor)[..., None]).to(out.dtype)
