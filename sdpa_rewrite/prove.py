@@ -27,6 +27,7 @@ from sdpa_rewrite.site import Miss, Operand, Site
 NOT_EVALUATED = (Inconsistent, RuntimeError, IndexError, KeyError, TypeError, ValueError)  # what evaluation may raise
 CONDITIONS = COMPARISONS | {"maximum", "minimum"}
 GENERIC, SPECIAL, MOST = 2, 3, 8  # draws: generic values, special values, and more while a condition is undecided
+ROUNDING, EPS, LARGEST = 1e-8, torch.finfo(torch.float64).eps, 1e10
 Values = Mapping[str, Tensor]
 
 
@@ -95,6 +96,17 @@ def _constants(site: Site) -> list[float]:
     return sorted(set(found))
 
 
+def tolerance(site: Site) -> float:
+    """How far two evaluations of the same function may be apart, of the largest value.
+
+    A score beside a mask of -1e9 is rounded to 1e-7, and where a row is masked as a whole its probabilities are only as
+    good as that.  Larger masks either swallow the score or get no such allowance.
+    """
+    found = (t.attr for t in subterms(site.result_term) if t.op == "number")
+    numbers = [abs(n) for n in found if isinstance(n, float)]
+    return max(ROUNDING, 8 * EPS * max((n for n in numbers if n <= LARGEST), default=0.0))
+
+
 @dataclass
 class Watch:
     """Which outcomes the conditions of a proof have had."""
@@ -157,7 +169,7 @@ def forward(site: Site) -> None:
             original = evaluate(site.result_term, trial.world)
         except NOT_EVALUATED as error:
             raise Miss(f"cannot be evaluated on a small instance: {error}", "proof", site.softmax_node) from error
-        difference = agree(original, trial.output)
+        difference = agree(original, trial.output, tolerance(site))
         if difference is not None:
             kind = "with fully masked rows" if draw.special else "on random data"
             raise Miss(f"its meaning differs from the graph {kind}, by {difference:.3g}", "proof", site.softmax_node)
@@ -202,7 +214,7 @@ def _agreeing(site: Site, draw: Draw, claims: list[Claim], watch: Watch | None =
                 continue
             extra = [trial.world.position[a] for a in widest[claim.role].axes - claim.operand.axes]
             target = target.sum(extra, keepdim=True) if extra else target
-            if agree(trial.world.expanded(value, claim.operand.axes), target) is None:
+            if agree(trial.world.expanded(value, claim.operand.axes), target, tolerance(site)) is None:
                 kept.append(claim)
     except NOT_EVALUATED as error:
         raise Miss(f"the backward cannot be evaluated on a small instance: {error}", "backward") from error

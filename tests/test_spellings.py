@@ -93,3 +93,14 @@ def test_a_sink_that_is_split_off(dynamic: bool, grad: bool) -> None:
     assert statuses(told) == ["recognised" if grad else "fused"], reasons(told)
     assert told.sites[0].form is not None
     assert told.sites[0].form.softmax == "softmax with sink"
+
+
+@pytest.mark.parametrize("grads", ["none", "all"])
+@pytest.mark.parametrize("apply", ["add", "multiply"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_large_finite_mask_under_the_scale(dtype: torch.dtype, apply: str, grads: str) -> None:
+    """A row that is masked as a whole is softmax of scores rounded to 1e-7: rounding is no difference of meaning."""
+    order = ("bias", "cap", "mask", "scale")
+    shape = (2, 4, 9, 5, 8, 8)
+    fields = {"shape": shape, "order": order, "keep": "offset", "apply": apply, "fill": "-1e9", "seed": 33269}
+    assert outcomes(dtype=dtype, grads=grads, **fields) == ["fused"]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sdpa_rewrite import verify
+from sdpa_rewrite import report, verify
 from sdpa_rewrite.emit import masks, sdpa
-from tests.harness import reasons, same_as_eager, statuses
+from tests.harness import compiled, reasons, same_as_eager, statuses
 from tests.test_cases_missed import qkv
 from tests.test_cases_wrong import EMPTY_ROW
 
@@ -89,3 +89,19 @@ def test_disabled_forms_are_left_alone(forms: tuple[str, ...], fused: bool) -> N
     told = same_as_eager(causal, *qkv(), disabled_forms=forms)
     assert statuses(told) == ["fused" if fused else "recognised"]
     assert fused or "disabled_forms" in reasons(told)
+
+
+@pytest.mark.parametrize("forms", [("dropout",), ("training",), ("sliding window",), ("sdpa", "sliding")])
+def test_disabled_forms_go_by_the_words_of_explain(forms: tuple[str, ...]) -> None:
+    def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i, j = torch.arange(6)[:, None], torch.arange(6)
+        scores = (q @ k.mT).masked_fill((j > i) | (j < i - 2), -torch.inf)
+        return torch.nn.functional.dropout(scores.softmax(-1), 0.1) @ v
+
+    with report.collect() as told:
+        compiled(windowed, disabled_forms=forms)(*qkv(grad=True))
+    assert statuses(told) == ["recognised"]
+    (reason,) = told.sites[0].reasons
+    assert reason.text == f"config.disabled_forms has {forms[-1]!r}"
+    assert told.sites[0].form is not None
+    assert any(forms[-1] in word for word in (*report.describe(told.sites[0].form).split(", "), "training"))
