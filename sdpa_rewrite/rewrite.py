@@ -39,11 +39,15 @@ class Refused(Exception):
 
 @dataclass
 class Traced:
-    """A replacement as a graph: its inputs by role, its outputs in the order ``result``, then the gradients."""
+    """A replacement as a graph: its inputs by role, its outputs in the order ``result``, then the gradients.
+
+    The last ``cotangents`` tensors among the inputs are those of the backward.
+    """
 
     module: GraphModule
     inputs: list[Node]
     results: list[Operand]
+    cotangents: int = 1
 
 
 @dataclass
@@ -253,7 +257,8 @@ def insert(
     placeholders = [n for n in inner.nodes if n.op == "placeholder"]
     copies: dict[Node, Node] = dict(zip(placeholders, traced.inputs, strict=True))
     first = min(gradients, key=order.__getitem__, default=result)
-    late = _late(inner, placeholders, len(placeholders) if not gradients else _cotangent_at(traced, placeholders))
+    at = _cotangent_at(traced, placeholders) + 1
+    late = _late(inner, placeholders[at - traced.cotangents : at] if gradients else [])
     outputs: list[Node] = []
     for node in inner.nodes:
         if node.op == "placeholder":
@@ -295,8 +300,8 @@ def _cotangent_at(traced: Traced, placeholders: list[Node]) -> int:
     return roles
 
 
-def _late(inner: Graph, placeholders: list[Node], cotangent: int) -> set[Node]:
-    late = set(placeholders[cotangent : cotangent + 1])
+def _late(inner: Graph, cotangents: list[Node]) -> set[Node]:
+    late = set(cotangents)
     for node in inner.nodes:
         if any(n in late for n in node.all_input_nodes):
             late.add(node)

@@ -8,7 +8,8 @@ gradient, and the replacement provides it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.fx import Node
 
 from sdpa_rewrite.algebra.axes import Dim, Dims, Irregular, Refine, Window, atoms_of, same_size, shape_of
 from sdpa_rewrite.algebra.term import Term
-from sdpa_rewrite.authoring.certify import Claim, gradients, tensor_dims
+from sdpa_rewrite.authoring.certify import Claim, gradients
 from sdpa_rewrite.authoring.region import Region
 from sdpa_rewrite.lift import reductions
 from sdpa_rewrite.lift.layout import push
@@ -37,7 +38,7 @@ from sdpa_rewrite.lift.ops import (
 from sdpa_rewrite.site import Miss, Operand
 
 LIMIT = 500  # nodes of a backward
-CANDIDATES = 8  # tensors that are tried as the cotangent
+CANDIDATES, TRIALS = 8, 24  # tensors that are tried as a cotangent; choices of cotangents for all results
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,39 @@ def backward(region: Region, order: dict[Node, int]) -> Backward:
     """The gradients of ``region`` in its graph.  Raises ``Miss`` when a value of it is needed elsewhere."""
     walk = _Walk(region, order)
     best: tuple[int, Backward, _Walk] | None = None
-    root = region.roots[0]
-    for cotangent in walk.candidates(root.node):
+    for cotangents in itertools.islice(_cotangents(region, order, ()), TRIALS):
+        if not any(cotangents):
+            continue
         trial = _Walk(region, order)
-        found = trial.along(cotangent, root)
+        leaves = trial.follow(cotangents)
+        found = trial.gradients(leaves)
         if found and (best is None or len({c.name for c in found}) > best[0]):
-            best = len({c.name for c in found}), Backward((Operand(cotangent, root.dims),), tuple(found)), trial
+            operands = tuple(Operand(*leaf.attr) if leaf is not None else None for leaf in leaves)
+            best = len({c.name for c in found}), Backward(operands, tuple(found)), trial
             if not trial.escapes([c.operand.node for c in found]):
                 break
     followed = best[2] if best is not None else walk
-    result = best[1] if best is not None else Backward((None,))
+    result = best[1] if best is not None else Backward((None,) * len(region.roots))
     escapes = followed.escapes([c.operand.node for c in result.gradients])
     if escapes:
         node, reader = escapes[0]
         what = "output" if reader.op == "output" else f"{reader.target} at {source_line(reader) or reader.name}"
         raise Miss(f"{node.name}, a value inside the pattern, is also read by {what}", "escape", node)
     return result
+
+
+def _cotangents(
+    region: Region, order: dict[Node, int], chosen: tuple[Node | None, ...]
+) -> Iterator[tuple[Node | None, ...]]:
+    """Choices of a cotangent for each result: one may meet only what another has led to."""
+    if len(chosen) == len(region.roots):
+        yield chosen
+        return
+    walk = _Walk(region, order)
+    walk.follow(chosen)
+    for candidate in (*walk.candidates(region.roots[len(chosen)].node), None):
+        if candidate is None or candidate not in chosen:
+            yield from _cotangents(region, order, (*chosen, candidate))
 
 
 @dataclass
@@ -134,15 +152,25 @@ class _Walk:
 
     # -- what depends on it ---------------------------------------------------------------------------------
 
-    def along(self, cotangent: Node, root: Operand) -> list[Claim]:
-        """Follow ``cotangent``; the gradients that hold."""
+    def gradients(self, leaves: Sequence[Term | None]) -> list[Claim]:
+        """The gradients among what was followed, for the ``leaves`` of the cotangents."""
+        return _first(gradients(self.region, leaves, list(self._claims())), self.order)
+
+    def follow(self, cotangents: Sequence[Node | None]) -> list[Term | None]:
+        """Read what depends on ``cotangents`` and on nothing else that is foreign; the leaves of the cotangents."""
         region, lifter = self.region, self.region.lifter
-        lifter.close({cotangent})
-        self.known[cotangent] = root.dims
-        leaf = lifter.leaf(cotangent, root.dims)
-        heap = [(self.order[u], u.name, u) for u in cotangent.users]
+        leaves: list[Term | None] = []
+        queued: set[Node] = set()
+        for cotangent, root in zip(cotangents, region.roots, strict=False):
+            if cotangent is None:
+                leaves.append(None)
+                continue
+            leaf = lifter.operand(cotangent, root.dims)  # behind its layout, where all its readers meet
+            leaves.append(leaf)
+            self.known.update({cotangent: root.dims, leaf.attr[0]: leaf.attr[1]})
+            queued |= {u for n in (cotangent, leaf.attr[0]) for u in n.users} - {cotangent}
+        heap = [(self.order[u], u.name, u) for u in queued]
         heapq.heapify(heap)
-        queued = set(cotangent.users)
         while heap and len(queued) < LIMIT:
             _, _, node = heapq.heappop(heap)
             if not is_call(node) or not is_tensor(node) or not _readable(node):
@@ -158,13 +186,11 @@ class _Walk:
                 if user not in queued:
                     queued.add(user)
                     heapq.heappush(heap, (self.order[user], user.name, user))
-        claims = list(self._claims())
-        held = gradients(region, [leaf], claims)
-        return _first(held, self.order)
+        return leaves
 
     def _claims(self) -> Iterator[Claim]:
         region = self.region
-        full = {n: frozenset(atoms_of(tensor_dims(region, n))) for n in region.tensors}
+        full = {n: frozenset(atoms_of(region.dims[n])) for n in region.tensors}
         full |= {n: frozenset() for n, t in region.scalars.items() if t.op == "leaf"}
         least = {n: t.axes for n, t in region.tensors.items()} | {n: frozenset() for n in region.scalars}
         for node, term in self.followed.items():

@@ -18,6 +18,7 @@ from sdpa_rewrite.algebra.interpret import World, evaluate
 from sdpa_rewrite.algebra.linear import is_linear
 from sdpa_rewrite.algebra.term import Term, subterms
 from sdpa_rewrite.algebra.tiny import COMPARISONS, Inconsistent, TinyWorld, agree
+from sdpa_rewrite.authoring.hole import is_program, program_name
 from sdpa_rewrite.authoring.region import Region, summed
 from sdpa_rewrite.site import Miss, Operand
 
@@ -73,12 +74,13 @@ class PatternWorld(World):
 
     def _run(self, term: Term) -> None:
         """Give a program its value: what the graph makes of the pattern's argument."""
-        raise KeyError(f"the program {term.attr[1][0][1]} has no value in this world")
-
-
-def is_program(term: Term) -> bool:
-    """Whether ``term`` is a hole for a program."""
-    return term.op == "apply" and "sdpa_rewrite::program" in str(term.attr[0])
+        program = self.region.programs[program_name(term)]
+        mine = tuple((a,) for a in sorted(term.axes, key=lambda a: self.position[a]))
+        dims = tuple(self.region.axes.dims.get(a) or self._named(a) for (a,) in mine)
+        x = self.theirs.spread(self.gather(evaluate(term.args[0], self), mine), dims)
+        captured = {n: self.theirs.spread(self.given[n], t.attr[1]) for n, t in program.captures.items()}
+        value = program.applied(self.theirs, x, captured)
+        self.values[term] = self.spread(self.theirs.gather(value, dims), mine)
 
 
 def _whole(value: Any) -> Any:
@@ -110,7 +112,7 @@ def try_out(region: Region, seed: int, special: bool, extra: Sequence[Term] = ()
     world = TinyWorld(terms, columns, _generic(region, extra), seed, special)
     values: dict[str, Tensor] = {}
     for name, term in region.tensors.items():
-        x = world.gather(evaluate(term, world), tensor_dims(region, name))
+        x = world.gather(evaluate(term, world), region.dims[name])
         wanted = grad and x.dtype.is_floating_point
         values[name] = x.detach().clone().requires_grad_(wanted)
     for name, term in region.scalars.items():
@@ -119,24 +121,15 @@ def try_out(region: Region, seed: int, special: bool, extra: Sequence[Term] = ()
     with torch.set_grad_enabled(grad):
         mine = PatternWorld(region, world, values)
         results = tuple(
-            mine.gather(evaluate(t, mine), root.attr[1])
-            for t, root in zip(region.pattern.terms, region.pattern.roots, strict=True)
+            mine.gather(evaluate(t, mine), dims)
+            for t, dims in zip(region.pattern.terms, region.pattern.dims, strict=True)
         )
     return Trial(world, values, results)
 
 
-def tensor_dims(region: Region, name: str) -> tuple[Dim, ...]:
-    """The graph's axes of each dimension that the pattern declares for a tensor."""
-    node = region.pattern.placeholder(name)
-    leaf = next(t for term in region.pattern.terms for t in subterms(term) if t.op == "leaf" and t.attr[0] is node)
-    dims = region.axes.dims
-    sizes = {a.size: d for a, d in dims.items()}
-    return tuple(tuple(b for a in dim for b in dims.get(a, sizes.get(a.size, ()))) for dim in leaf.attr[1])
-
-
 def result_dims(region: Region, k: int) -> tuple[Dim, ...]:
     """The graph's axes of each dimension of a result."""
-    return tuple(region.axes.dim(d) for d in region.pattern.roots[k].attr[1])
+    return tuple(region.axes.dim(d) for d in region.pattern.dims[k])
 
 
 def _columns(region: Region) -> set[Atom]:
@@ -248,7 +241,7 @@ def _agreeing(
 
 
 def _holds(region: Region, world: TinyWorld, claim: Claim, gradient: Tensor) -> bool:
-    dims = () if claim.name in region.scalars else tensor_dims(region, claim.name)
+    dims = () if claim.name in region.scalars else region.dims[claim.name]
     try:
         value = evaluate(claim.term, world)
         wide = world.spread(gradient, dims) if dims else gradient.reshape([1] * len(world.order))

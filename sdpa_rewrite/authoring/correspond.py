@@ -8,7 +8,7 @@ is broadcast along it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -27,10 +27,14 @@ class Unlike(Exception):
 
 @dataclass(frozen=True)
 class Correspondence:
-    """``dims``: the graph's axes for each axis of the pattern.  ``sizes``: the graph's size of each named axis."""
+    """``dims``: the graph's axes for each axis of the pattern.  ``sizes``: the graph's size of each named axis.
+
+    ``merged``: axes of the graph that were found apart, from another result, and that are one: what each is called.
+    """
 
     dims: Mapping[Atom, Dim]
     sizes: Mapping[sympy.Symbol, Size]
+    merged: Mapping[Atom, Atom]
 
     def dim(self, dim: Dim) -> Dim:
         """The graph's axes of a dimension of the pattern."""
@@ -44,8 +48,10 @@ class Correspondence:
         return done if done.free_symbols else float(done)
 
 
-def correspondence(found: Found, roots: Sequence[tuple[Term, Term]]) -> Correspondence:
-    """How the axes correspond.  Raises ``Unlike``."""
+def correspondence(
+    found: Found, roots: Sequence[tuple[Term, Term]], apart: Collection[sympy.Symbol] = ()
+) -> Correspondence:
+    """How the axes correspond; ``apart``: names that stand for several axes.  Raises ``Unlike``."""
     mine, theirs = _roles(found, roots, 0), _roles(found, roots, 1)
     dims: dict[Atom, list[Atom]] = {a: [] for a in mine}
     for labels, atoms in _groups(theirs).items():
@@ -56,7 +62,28 @@ def correspondence(found: Found, roots: Sequence[tuple[Term, Term]]) -> Correspo
             first = len(atoms) - len(takers)  # more axes than the pattern has: the first of it takes the surplus
             dims[takers[max(0, k - max(0, first))]].append(atom)
     _check_indices(found, dims)
-    return Correspondence({a: tuple(d) for a, d in dims.items()}, _sizes({a: tuple(d) for a, d in dims.items()}))
+    fixed: dict[Atom, Dim] = {a: tuple(d) for a, d in dims.items()}
+    sizes = _sizes(fixed)
+    free = {a for root, _ in roots for a in _atoms(root)}
+    merged = _merge(fixed, free, apart)
+    return Correspondence(fixed, sizes, merged)
+
+
+def _merge(dims: dict[Atom, Dim], free: Collection[Atom], apart: Collection[sympy.Symbol]) -> dict[Atom, Atom]:
+    """Let axes of one name be the same axes of the graph, but for names that stand for several axes.
+
+    An axis that is summed away is called what the sum calls it, rather than what a result does.
+    """
+    first: dict[sympy.Symbol, Dim] = {}
+    merged: dict[Atom, Atom] = {}
+    for atom in sorted(dims, key=lambda a: a in free):
+        dim = dims[atom]
+        if isinstance(atom.size, sympy.Symbol) and atom.size not in apart:
+            known = first.setdefault(atom.size, dim)
+            if len(known) == len(dim):
+                merged.update((b, a) for a, b in zip(known, dim, strict=True) if a is not b)
+                dims[atom] = known
+    return merged
 
 
 def _roles(found: Found, roots: Sequence[tuple[Term, Term]], side: int) -> dict[Atom, frozenset[Label]]:

@@ -19,11 +19,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
 from sdpa_rewrite.algebra.axes import Dims, Irregular, Refine, shape_of
-from sdpa_rewrite.algebra.term import Term
+from sdpa_rewrite.algebra.term import Term, subterms
+from sdpa_rewrite.authoring.hole import program_op
 from sdpa_rewrite.authoring.opener import Again, Opener
 from sdpa_rewrite.authoring.parameters import Parameter, PatternError, Variant
 from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
-from sdpa_rewrite.lift.ops import CASTS, LAYOUT, is_call, opname, value_of
+from sdpa_rewrite.lift.ops import CASTS, CONTRACTIONS, LAYOUT, is_call, opname, value_of
 
 HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)  # sizes that stand for unknown ones while tracing
 RESTARTS = 32
@@ -34,7 +35,8 @@ class LiftedPattern:
     """One variant of a pattern as a graph.
 
     ``symbols``: the size of each named axis.  ``parameters``: by placeholder.  ``roots``: the results, layout looked
-    through, in the dimensions of the pattern's axes.
+    through; ``terms`` the same as a whole, and ``dims`` their dimensions.  ``program_dims``: the dimensions of what
+    each program is a function of.  ``apart``: names that stand for several axes at once (a square).
     """
 
     name: str
@@ -46,6 +48,9 @@ class LiftedPattern:
     opener: Opener
     roots: tuple[Term, ...]
     terms: tuple[Term, ...]
+    dims: tuple[Dims, ...]
+    program_dims: Mapping[str, Dims]
+    apart: frozenset[sympy.Symbol]
 
     def placeholder(self, name: str) -> Node:
         """The node of a parameter."""
@@ -55,11 +60,15 @@ class LiftedPattern:
 def lifted(name: str, function: Callable[..., Any], variant: Variant) -> LiftedPattern:
     """Trace and lift one variant.  Raises ``PatternError``."""
     graph, symbols, placeholders = _traced(name, function, variant)
-    parameters = dict(zip(placeholders, variant.parameters, strict=False))
+    declared = [p for p in variant.parameters if p.kind != "program"]
+    parameters = dict(zip(placeholders, declared, strict=True))
     results = tuple(pytree.tree_leaves(next(n for n in graph.nodes if n.op == "output").args[0]))
     _check_results(name, results)
-    opener, roots, terms = _lifted(name, graph, results)
-    return LiftedPattern(name, variant, graph, symbols, parameters, results, opener, roots, terms)
+    opener, whole, roots, terms, dims = _lifted(name, graph, results)
+    programs = {str(n.args[1]): d for (n, d) in reversed(whole.memo) if n.target is program_op()}
+    return LiftedPattern(
+        name, variant, graph, symbols, parameters, results, opener, roots, terms, dims, programs, _apart(terms)
+    )
 
 
 def _check_results(name: str, results: Sequence[Any]) -> None:
@@ -158,32 +167,22 @@ def _program(name: str, x: Tensor) -> Tensor:
     return out
 
 
-@functools.cache
-def program_op() -> Any:
-    """``sdpa_rewrite::program(x, name)``: a pointwise operator, for tracing only."""
-
-    def never(x: Tensor, name: str) -> Tensor:
-        raise RuntimeError("a program of a pattern has no value of its own")
-
-    torch.library.define("sdpa_rewrite::program", "(Tensor x, str name) -> Tensor", tags=(torch.Tag.pointwise,))
-    torch.library.impl("sdpa_rewrite::program", "CompositeExplicitAutograd", never)
-    torch.library.register_fake("sdpa_rewrite::program", lambda x, name: torch.empty_like(x))
-    return torch.ops.sdpa_rewrite.program.default
-
-
-def _lifted(name: str, graph: Graph, results: Sequence[Node]) -> tuple[Opener, tuple[Term, ...], tuple[Term, ...]]:
-    """The results as roots to open, and as whole terms."""
+def _lifted(
+    name: str, graph: Graph, results: Sequence[Node]
+) -> tuple[Opener, Lifter, tuple[Term, ...], tuple[Term, ...], tuple[Dims, ...]]:
+    """The results as roots to open, as whole terms, and their dimensions."""
     axes = Axes()
     for _ in range(RESTARTS):
         opener, whole = Opener(axes), Lifter(axes, {n for n in graph.nodes if is_call(n)})
         whole.terms = opener.terms
         try:
             dims = tuple(dims_of(axes, r) for r in results)
-            terms = tuple(whole.request(r, d) for r, d in zip(results, dims, strict=True))
             roots = tuple(opener.request(r, d) for r, d in zip(results, dims, strict=True))
             for root in roots:
                 settle(opener, root)
-            return opener, roots, terms
+            whole.hints.update(opener.hints)
+            terms = tuple(whole.request(r, d) for r, d in zip(results, dims, strict=True))
+            return opener, whole, roots, terms, dims
         except Again:
             continue
         except Refine as refine:
@@ -196,6 +195,14 @@ def _lifted(name: str, graph: Graph, results: Sequence[Node]) -> tuple[Opener, t
     raise PatternError(f"{name}: its axes do not settle")
 
 
+def _apart(terms: Sequence[Term]) -> frozenset[sympy.Symbol]:
+    found: set[sympy.Symbol] = set()
+    for term in (t for whole in terms for t in subterms(whole)):
+        names = [a.size for a in term.axes if isinstance(a.size, sympy.Symbol)]
+        found |= {s for s in names if names.count(s) > 1}
+    return frozenset(found)
+
+
 def dims_of(axes: Axes, node: Node) -> Dims:
     """Axes for the dimensions of a result."""
     return tuple(axes.dim((node, k), n, "abcdefghij"[k]) for k, n in enumerate(shape_of(value_of(node))))
@@ -205,7 +212,9 @@ def settle(opener: Opener, root: Term) -> None:
     """Open all that ``root`` depends on, so that no axis is left to be split."""
     stack, seen = [root], {root}
     while stack:
-        top = opener.open(stack.pop())
+        term = stack.pop()
+        opener.softmax(term)
+        top = opener.open(term)
         for arg in top.args:
             if arg not in seen:
                 seen.add(arg)
@@ -217,3 +226,15 @@ def head(node: Node) -> Node:
     while is_call(node) and (opname(node) in LAYOUT or opname(node) in CASTS):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def kind_of(node: Node) -> str:
+    """The kind of an operator, the same for its spellings."""
+    name = opname(node)
+    if name in CONTRACTIONS:
+        return "contraction"
+    if name in ("mul", "div"):
+        return "product"
+    if name in ("add", "sub", "rsub"):
+        return "sum"
+    return "softmax" if "softmax" in name else name

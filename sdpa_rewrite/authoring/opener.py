@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from sdpa_rewrite.algebra.axes import Atom, Dims, Irregular, Refine, Window, atoms_of
+from sdpa_rewrite.algebra.axes import Atom, Dims, Irregular, Refine, Window, atoms_of, same_size, shape_of
 from sdpa_rewrite.algebra.term import Term
 from sdpa_rewrite.lift.layout import pull
 from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
@@ -26,6 +26,7 @@ from sdpa_rewrite.lift.ops import (
     opname,
     value_of,
 )
+from sdpa_rewrite.lift.reductions import reduced_dims
 
 
 class Everything(set[Node]):
@@ -53,7 +54,6 @@ class Opener(Lifter):
 
     def __init__(self, axes: Axes) -> None:
         super().__init__(axes, Everything())
-        self.stops: set[Node] = set()
         self._numbers = Lifter(axes, set())
         self._numbers.terms = self.terms
         self._opened: dict[Term, Term] = {}
@@ -67,7 +67,7 @@ class Opener(Lifter):
                     dims = pull(node, dims)
                 except Irregular:
                     break
-            elif name not in CASTS or not _floats(node):
+            elif not (name in CASTS and _floats(node)) and not (name == "slice" and _whole(node)):
                 break
             node = node.args[0]  # type: ignore[assignment]
         if is_call(node) and not atoms_of(dims) and (opname(node) in NUMBERS or value_of(node).dim() == 0):
@@ -95,7 +95,7 @@ class Opener(Lifter):
 
     def _read(self, term: Term) -> Term:
         node, dims = term.attr
-        if not is_call(node) or node in self.stops or any(isinstance(a, Window) for a in atoms_of(dims)):
+        if not is_call(node) or any(isinstance(a, Window) for a in atoms_of(dims)):
             return term
         try:
             return self._open(node, opname(node), dims) or term
@@ -109,6 +109,18 @@ class Opener(Lifter):
         """Split an axis, and forget what was read with it.  Raises ``Irregular``."""
         self.axes.split(refine)
         self._opened.clear()
+
+    def whole(self, term: Term) -> Term:
+        """``term`` with all its pointwise operators opened, as far as they can be read."""
+        if term.op != "leaf" or any(isinstance(a, Window) for a in atoms_of(term.attr[1])):
+            return term
+        try:
+            return self._numbers.request(*term.attr)
+        except (Irregular, CannotWindow):
+            return term
+        except Refine as refine:
+            self.split(refine)
+            raise Again from refine
 
     # -- what several operators make together ---------------------------------------------------------------
 
@@ -172,6 +184,7 @@ class Opener(Lifter):
                 continue
             e = self.open(total.args[0])
             if e.op == "exp" and e.args[0].op == "leaf" and x.op == "leaf" and e.args[0].attr[0] is x.attr[0]:
+                self._hint(opened.args[0], x)
                 over = _renamed(e.args[0], x, total.attr[1])
                 if over:
                     return Softmax(self._unshifted(x, over), over, False)
@@ -184,7 +197,14 @@ class Opener(Lifter):
             return None
         if total.args[0].attr[0] is not numerator.attr[0]:
             return None
+        self._hint(denominator, numerator)
         return _renamed(total.args[0], numerator, total.attr[1]) or None
+
+    def _hint(self, reduction: Term, whole: Term) -> None:
+        """Let whoever reads ``reduction`` sum over the very axes of ``whole``: positions along them are the same."""
+        node, dims = reduction.attr[0], whole.attr[1]
+        if whole.op == "leaf" and len(dims) == len(shape_of(value_of(node.args[0]))):
+            self.hints.update({(node, k): dims[k] for k in reduced_dims(node)[0]})
 
     def _unshifted(self, exponent: Term, over: frozenset[Atom]) -> Term:
         """``x`` in x - amax(x)."""
@@ -192,6 +212,7 @@ class Opener(Lifter):
             if not shift.axes & over and x.axes & over:
                 top = self.open(shift)
                 if top.op == "reduce" and top.attr[0] == "amax":
+                    self._hint(shift, exponent)
                     return x
         return exponent
 
@@ -218,6 +239,12 @@ def _renamed(inner: Term, outer: Term, gone: tuple[Atom, ...]) -> frozenset[Atom
         elif a != b:
             return frozenset()
     return frozenset(over)
+
+
+def _whole(node: Node) -> bool:
+    """Whether a slice is all of what it slices."""
+    sizes = (shape_of(value_of(n)) for n in (node, node.args[0]))
+    return all(same_size(a, b) for a, b in zip(*sizes, strict=True))
 
 
 def _floats(node: Node) -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import sympy
 from torch.fx import Node
 
-from sdpa_rewrite.algebra.axes import Atom, Irregular, Refine
+from sdpa_rewrite.algebra.axes import Atom, Dims, Irregular, Refine
 from sdpa_rewrite.algebra.term import Term, subterms
 from sdpa_rewrite.authoring.correspond import Correspondence, Unlike, correspondence
-from sdpa_rewrite.authoring.lifted import LiftedPattern, dims_of
+from sdpa_rewrite.authoring.lifted import LiftedPattern, dims_of, head, kind_of
 from sdpa_rewrite.authoring.opener import Again, Opener
+from sdpa_rewrite.authoring.program import Body, body
+from sdpa_rewrite.authoring.relation import same_everywhere
 from sdpa_rewrite.authoring.unify import Found, Obstacle, Unifier, may_equal
 from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
 from sdpa_rewrite.lift.ops import CONTRACTIONS, is_call, is_tensor, opname
@@ -26,17 +28,18 @@ LARGEST = 600  # nodes of a region
 class Region:
     """One place where a pattern matches.
 
-    ``tensors``: what each tensor parameter is, ``scalars`` likewise (a number's term or a 0-d tensor's); both hold
-    leaves of ``lifter``'s terms.  ``inner``: the nodes that the pattern covers, ``roots`` the results among them, and
-    ``terms`` what these compute.
+    ``tensors``: what each tensor parameter is, and each tensor that a program reads; ``dims``: the graph's axes of each
+    dimension that the pattern declares for it.  ``scalars``: a number's term, or a 0-d tensor's.  ``inner``: the nodes
+    that the pattern covers; ``roots``: the results among them, and ``terms`` what these compute.
     """
 
     pattern: LiftedPattern
     axes: Correspondence
     lifter: Lifter
     tensors: dict[str, Term]
+    dims: dict[str, Dims]
     scalars: dict[str, Term]
-    programs: dict[str, tuple[Term, Term]]
+    programs: dict[str, Body]
     inner: frozenset[Node]
     roots: tuple[Operand, ...]
     terms: tuple[Term, ...]
@@ -91,9 +94,9 @@ def _regions(
     pattern: LiftedPattern, root: Node, opener: Opener, seen: set[tuple[tuple[str, Node | str], ...]]
 ) -> Iterator[Region | Near]:
     top = opener.request(root, dims_of(opener.axes, root))
-    unifier = Unifier(pattern.opener, pattern.parameters, opener)
+    unifier = Unifier(pattern.opener, pattern.parameters, pattern.roots, opener)
     unlike = ""
-    for k, found in enumerate(unifier.unify(pattern.roots[0], top, Found())):
+    for k, (found, tops) in enumerate(_all_results(unifier, top)):
         if k >= ATTEMPTS:
             break
         key = tuple((str(p.attr[0]), g.attr[0]) for p, g in found.leaves)
@@ -101,7 +104,7 @@ def _regions(
         if key in seen:
             continue
         try:
-            made = _region(pattern, found, top, opener)
+            made = _region(pattern, found, tops, opener)
         except Unlike as error:
             unlike = unlike or str(error)
             continue
@@ -110,30 +113,75 @@ def _regions(
     yield Near(pattern, root, unifier.obstacle, unlike)
 
 
-def _region(pattern: LiftedPattern, found: Found, top: Term, opener: Opener) -> Region:
+def _all_results(unifier: Unifier, top: Term) -> Iterator[tuple[Found, tuple[Term, ...]]]:
+    """Matches of the first result at ``top``, and of the others wherever they are near it."""
+    first, *others = unifier.roots
+
+    def rest(found: Found, tops: tuple[Term, ...], left: list[Term]) -> Iterator[tuple[Found, tuple[Term, ...]]]:
+        if not left:
+            yield found, tops
+            return
+        for node in _near(found, top.attr[0], left[0].attr[0]):
+            there = unifier.graph.request(node, dims_of(unifier.graph.axes, node))
+            if there.op == "leaf":
+                for more in unifier.unify(left[0], there, found):
+                    yield from rest(more, (*tops, there), left[1:])
+
+    for found in unifier.unify(first, top, Found()):
+        yield from rest(found, (top,), others)
+
+
+def _near(found: Found, root: Node, like: Node) -> list[Node]:
+    """Nodes that may be another result: of its kind, made of the tensors that the first result is made of."""
+    bound = {g.attr[0] for _, g in found.leaves}
+    seen, queue = set(bound), list(bound)
+    while queue and len(seen) < LARGEST:
+        for user in queue.pop(0).users:
+            if user not in seen and is_call(user) and user.meta.get("partitioner_tag") != "is_backward":
+                seen.add(user)
+                queue.append(user)
+    kind = kind_of(head(like))
+    return [n for n in seen if n is not root and is_call(n) and is_tensor(n) and kind_of(n) == kind]
+
+
+def _region(pattern: LiftedPattern, found: Found, tops: Sequence[Term], opener: Opener) -> Region:
     """The region that the bindings imply.  Raises ``Unlike``, or ``Again``."""
-    axes = correspondence(found, [(pattern.roots[0], top)])
+    axes = correspondence(found, list(zip(pattern.roots, tops, strict=True)), pattern.apart)
     for mine, theirs in found.numbers:
         if not equal(axes.number(mine), theirs):
             raise Unlike(f"the number {theirs} where the pattern has {axes.number(mine)}")
+    for here, there, negated in found.relations:
+        if not same_everywhere(here, there, negated, axes):
+            raise Unlike(f"the relation {there} of positions where the pattern has {here}")
     names = {p.attr[0]: pattern.parameters[p.attr[0]].name for p, _ in found.leaves}
     tensors: dict[str, Term] = {}
+    dims: dict[str, Dims] = {}
     for p, g in found.leaves:
-        tensors.setdefault(names[p.attr[0]], g)
-    root = Operand(*top.attr)
+        tensors.setdefault(names[p.attr[0]], opener.terms.rename(g, axes.merged))
+        dims.setdefault(names[p.attr[0]], tuple(axes.dim(d) for d in p.attr[1]))
+    try:
+        programs = {name: body(opener, name, *ends) for name, ends in found.programs.items()}
+    except Refine as refine:
+        opener.split(refine)
+        raise Again from refine
+    for program in programs.values():
+        tensors.update(program.captures)
+        dims.update((name, term.attr[1]) for name, term in program.captures.items())
+    roots = tuple(Operand(*opener.terms.rename(top, axes.merged).attr) for top in tops)
     bound = {t.attr[0] for t in (*tensors.values(), *found.scalars.values()) if t.op == "leaf"}
-    inner = _between(root.node, bound)
+    inner = frozenset(n for root in roots for n in _between(root.node, bound))
     lifter = Lifter(opener.axes, set(inner))
     lifter.terms = opener.terms
+    lifter.hints.update({key: tuple(axes.merged.get(a, a) for a in dim) for key, dim in opener.hints.items()})
     lifter.close(bound)
     try:
-        term = lifter.request(root.node, root.dims)
+        terms = tuple(lifter.request(root.node, root.dims) for root in roots)
     except (Irregular, CannotWindow) as error:
         raise Unlike(f"it cannot be written in named axes: {error}") from error
     except Refine as refine:
         opener.split(refine)
         raise Again from refine
-    return Region(pattern, axes, lifter, tensors, dict(found.scalars), dict(found.programs), inner, (root,), (term,))
+    return Region(pattern, axes, lifter, tensors, dims, dict(found.scalars), programs, inner, roots, terms)
 
 
 def _between(root: Node, bound: set[Node]) -> frozenset[Node]:

@@ -18,12 +18,12 @@ from sdpa_rewrite import rewrite
 from sdpa_rewrite.algebra.axes import Dims, Irregular, Refine
 from sdpa_rewrite.algebra.term import Term
 from sdpa_rewrite.authoring.adjoint import Backward
-from sdpa_rewrite.authoring.certify import result_dims, tensor_dims
+from sdpa_rewrite.authoring.certify import result_dims
 from sdpa_rewrite.authoring.parameters import Parameter, Variant
 from sdpa_rewrite.authoring.pattern import Pattern
 from sdpa_rewrite.authoring.region import Region
 from sdpa_rewrite.cleanroom import clean_room
-from sdpa_rewrite.emit.arrange import Sizes, Unavailable, arrange, restrided
+from sdpa_rewrite.emit.arrange import RealWorld, Sizes, Unavailable, arrange, restrided
 from sdpa_rewrite.rewrite import Refused, Splice, Traced
 from sdpa_rewrite.site import Operand
 
@@ -46,7 +46,8 @@ def put_in(
     splice = Splice(graph)
     try:
         nodes = [c.node for c in claims]
-        outputs = rewrite.insert(splice, region.roots[0].node, traced, results[0].node, nodes, order)
+        first = min((r.node for r in results), key=order.__getitem__)
+        outputs = rewrite.insert(splice, region.roots[0].node, traced, first, nodes, order)
         rewrite.check(outputs, traced.results)
         for old, new in zip(traced.results, outputs, strict=True):
             splice.move_readers(old.node, new)
@@ -68,9 +69,9 @@ def _traced(
     scalars = {n: Operand(*t.attr) for n, t in region.scalars.items() if t.op == "leaf"}
     roles = {**tensors, **scalars}
     symbols = _symbols(graph, region)
-    cotangent = next((c for c in backward.cotangents if c is not None), None) if claims else None
+    cotangents = {k: c for k, c in enumerate(backward.cotangents) if c is not None} if claims else {}
     nodes = [o.node for o in roles.values()]
-    nodes += [cotangent.node] if cotangent is not None else []
+    nodes += [c.node for c in cotangents.values()]
     nodes += list(symbols.values())
     wanted = list(dict.fromkeys(c.name for c in backward.gradients))
 
@@ -82,24 +83,29 @@ def _traced(
             leaves = {r: x.detach().requires_grad_(r in wanted) for r, x in given.items()} if wanted else given
             arguments: dict[str, Any] = dict(region.pattern.variant.fixed)
             for name, operand in tensors.items():
-                groups = list(tensor_dims(region, name))
+                groups = list(region.dims[name])
                 arguments[name] = arrange(leaves[name], operand.dims, groups, sizes)
+            for name in region.programs:
+                captured = {n: arguments.pop(n) for n in region.programs[name].captures}
+                arguments[name] = CaughtProgram(region, name, captured, sizes)
             for name, term in region.scalars.items():
                 arguments[name] = leaves[name].reshape(()) if name in scalars else _number(term, sizes)
             assert pattern.replacement is not None
-            out = pattern.replacement(**arguments)
-            out = pytree.tree_leaves(out)[0]
-            dims = result_dims(region, 0)
-            like = results[0].node.meta["val"]
-            final = restrided(arrange(out, dims, results[0].dims, sizes).to(like.dtype), like)
+            outs = pytree.tree_leaves(pattern.replacement(**arguments))
+            finals = [_result(region, k, x, results[k], sizes) for k, x in enumerate(outs)]
             if not wanted:
-                return [final]
-            assert cotangent is not None
-            seed = arrange(values[len(roles)], cotangent.dims, list(dims), sizes).to(out.dtype)
-            found = torch.autograd.grad(out, [leaves[n] for n in wanted], seed, allow_unused=True)
+                return finals
+            seeds = zip(cotangents.items(), values[len(roles) :], strict=False)
+            pairs = [
+                (outs[k], arrange(seed, c.dims, list(result_dims(region, k)), sizes).to(outs[k].dtype))
+                for (k, c), seed in seeds
+                if outs[k].requires_grad
+            ]
+            roots = [x for x, _ in pairs]
+            found = torch.autograd.grad(roots, [leaves[n] for n in wanted], [g for _, g in pairs], allow_unused=True)
         grads = dict(zip(wanted, found, strict=True))
         return [
-            final.detach(),
+            *(x.detach() for x in finals),
             *(_gradient(region, c, grads, sizes) for c in zip(backward.gradients, claims, strict=True)),
         ]
 
@@ -110,7 +116,39 @@ def _traced(
     with mode, torch.no_grad():
         module = make_fx(joint, rewrite._decompositions(), tracing_mode="real")(*examples)
     module.graph.eliminate_dead_code()
-    return Traced(module, nodes, [*results, *claims])
+    return Traced(module, nodes, [*results, *claims], len(cotangents))
+
+
+def _result(region: Region, k: int, x: Tensor, wanted: Operand, sizes: Sizes) -> Tensor:
+    like = wanted.node.meta["val"]
+    return restrided(arrange(x, result_dims(region, k), wanted.dims, sizes).to(like.dtype), like)
+
+
+class CaughtProgram:
+    """What a replacement gets for a program: a function of a tensor in the axes of the pattern's argument.
+
+    ``captured``: the tensors it reads.  ``str()`` shows it as algebra.
+    """
+
+    def __init__(self, region: Region, name: str, captured: Mapping[str, Tensor], sizes: Sizes) -> None:
+        self._region, self._name, self._sizes = region, name, sizes
+        self.captured = captured
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The program's value at ``x``, in the axes and the type of ``x``."""
+        body = self._region.programs[self._name]
+        dims = self._dims()
+        order = [a for d in dims for a in d]
+        world = RealWorld(order, self._sizes, {}, x.device, x.dtype)
+        placed = {n: world.place(Operand(t.attr[0], t.attr[1]), self.captured[n]) for n, t in body.captures.items()}
+        value = body.applied(world, world.spread(x, dims), placed)
+        return world.gather(world.expanded(value, order), dims).to(x.dtype)
+
+    def __str__(self) -> str:
+        return str(self._region.programs[self._name])
+
+    def _dims(self) -> Dims:
+        return tuple(self._region.axes.dim(d) for d in self._region.pattern.program_dims[self._name])
 
 
 def _gradient(region: Region, claim: Any, grads: Mapping[str, Tensor | None], sizes: Sizes) -> Tensor:

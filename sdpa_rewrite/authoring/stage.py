@@ -14,13 +14,12 @@ from sdpa_rewrite import config
 from sdpa_rewrite.algebra.axes import product
 from sdpa_rewrite.authoring import adjoint, certify, registry, replace
 from sdpa_rewrite.authoring.adjoint import Backward
-from sdpa_rewrite.authoring.certify import tensor_dims
-from sdpa_rewrite.authoring.lifted import LiftedPattern, head, lifted
+from sdpa_rewrite.authoring.lifted import LiftedPattern, head, kind_of, lifted
 from sdpa_rewrite.authoring.parameters import Variant
 from sdpa_rewrite.authoring.pattern import Match, MatchedScalar, MatchedTensor, NoMatch, Pattern
 from sdpa_rewrite.authoring.region import Near, Region, regions_at
 from sdpa_rewrite.cleanroom import clean_room
-from sdpa_rewrite.lift.ops import CONTRACTIONS, is_call, is_tensor, opname, source_line, value_of
+from sdpa_rewrite.lift.ops import is_call, is_tensor, source_line, value_of
 from sdpa_rewrite.outcome import Outcome, Reason
 from sdpa_rewrite.rewrite import Refused
 from sdpa_rewrite.site import Miss
@@ -175,7 +174,7 @@ def matched(region: Region, back: Backward) -> Match:
     for name, term in region.tensors.items():
         node = term.attr[0]
         value: Tensor = value_of(node)
-        shape = tuple(product(d) for d in tensor_dims(region, name))
+        shape = tuple(product(d) for d in region.dims[name])
         parameters[name] = MatchedTensor(
             name, shape, value.dtype, value.device, name in wanted, value.is_contiguous(), node.name, source_line(node)
         )
@@ -190,18 +189,6 @@ def matched(region: Region, back: Backward) -> Match:
     variant: Variant = region.pattern.variant
     ordered = {p.name: parameters[p.name] for p in variant.parameters if p.name in parameters}
     return Match(ordered, sizes, variant.fixed, bool(back.gradients), source_line(region.roots[0].node))
-
-
-def kind_of(node: Node) -> str:
-    """The kind of an operator, the same for its spellings."""
-    name = opname(node)
-    if name in CONTRACTIONS:
-        return "contraction"
-    if name in ("mul", "div"):
-        return "product"
-    if name in ("add", "sub", "rsub"):
-        return "sum"
-    return "softmax" if "softmax" in name else name
 
 
 def kinds_below(node: Node, known: dict[Node, frozenset[str]], depth: int = 3) -> frozenset[str]:

@@ -19,8 +19,10 @@ from torch.fx import Node
 
 from sdpa_rewrite.algebra.axes import Atom, Dim
 from sdpa_rewrite.algebra.term import COMMUTATIVE, Term
+from sdpa_rewrite.authoring.hole import is_program, program_name
 from sdpa_rewrite.authoring.opener import Opener
 from sdpa_rewrite.authoring.parameters import Parameter
+from sdpa_rewrite.authoring.relation import of_positions
 from sdpa_rewrite.lift.ops import is_call, opname, value_of
 
 EFFORT = 4000  # comparisons that one attempt may cost
@@ -39,6 +41,7 @@ class Found:
     bound: tuple[tuple[frozenset[Atom], frozenset[Atom]], ...] = ()
     indices: tuple[tuple[Dim, Dim], ...] = ()
     numbers: tuple[tuple[Number, Number], ...] = ()
+    relations: tuple[tuple[Term, Term, bool], ...] = ()  # values of positions that must be equal, or opposite
     programs: Mapping[str, tuple[Term, Term]] = field(default_factory=dict)  # name -> (what it is of, its value)
 
 
@@ -58,6 +61,7 @@ class Unifier:
 
     pattern: Opener
     parameters: Mapping[Node, Parameter]
+    roots: tuple[Term, ...]
     graph: Opener
     obstacle: Obstacle | None = None
     effort: int = 0
@@ -74,6 +78,10 @@ class Unifier:
         if p.op == "number":
             yield from self._number(p, g, found, depth)
             return
+        whole = self.pattern.whole(p)
+        if of_positions(whole):
+            yield from self._relation(p, g, found, depth)
+            return
         soft = self.pattern.softmax(p)
         if soft is not None:
             theirs = self.graph.softmax(g)
@@ -84,12 +92,16 @@ class Unifier:
             yield from self.unify(soft.logits, theirs.logits, replace(found, bound=bound), depth + 1)
             return
         top = self.pattern.open(p)
-        if self._is_program(top):
+        if is_program(top):
             yield from self._program(top, g, found, depth)
         elif top.op in ("mul", "div") or self._scaled_contraction(top):
             yield from self._product(p, g, found, depth)
         elif top.op == "add":
             yield from self._sum(p, g, found, depth)
+        elif top.op == "where":
+            yield from self._where(p, top, g, found, depth)
+        elif top.op in ("not", "ne"):
+            yield from self._condition(p, g, False, found, depth)
         else:
             yield from self._operator(p, top, g, found, depth)
 
@@ -161,6 +173,59 @@ class Unifier:
             return
         for first in self.unify(ps[0], gs[0], found, depth):
             yield from self._each(ps[1:], gs[1:], first, depth + 1)
+
+    # -- conditions -----------------------------------------------------------------------------------------
+
+    def _relation(self, p: Term, g: Term, found: Found, depth: int, negated: bool = False) -> Iterator[Found]:
+        """A value that is made of positions only: which, is compared when the axes are known."""
+        whole = self.graph.whole(g)
+        if of_positions(whole):
+            relation = (self.pattern.whole(p), whole, negated)
+            yield replace(found, relations=(*found.relations, relation))
+        else:
+            self._fail(depth, p, g, "not made of positions only")
+
+    def _where(self, p: Term, top: Term, g: Term, found: Found, depth: int) -> Iterator[Found]:
+        """where(c, a, b) is where(not c, b, a)."""
+        other = self.graph.open(g)
+        if other.op != "where":
+            self._fail(depth, p, g, "no where")
+            return
+        condition, yes, no = other.args
+        for negated, branches in ((False, (yes, no)), (True, (no, yes))):
+            for first in self._condition(top.args[0], condition, negated, found, depth + 1):
+                yield from self._each(top.args[1:], branches, first, depth + 1)
+
+    def _condition(self, p: Term, g: Term, negated: bool, found: Found, depth: int) -> Iterator[Found]:
+        """A condition, or its opposite if ``negated``."""
+        if of_positions(self.pattern.whole(p)):
+            yield from self._relation(p, g, found, depth, negated)
+            return
+        mine, one = self._plain(self.pattern, p)
+        theirs, other = self._plain(self.graph, g)
+        if (one != other) != negated:
+            self._fail(depth, p, g, "the opposite condition")
+        elif mine is p and self.pattern.open(p).op in ("not", "ne"):
+            yield from self._operator(p, self.pattern.open(p), theirs, found, depth)
+        else:
+            yield from self.unify(mine, theirs, found, depth)
+
+    def _plain(self, opener: Opener, term: Term) -> tuple[Term, bool]:
+        """A condition without its negations, and whether their number is odd.  x == 0 is a negation of x."""
+        odd = False
+        while self._parameter(term) is None:
+            top = opener.open(term)
+            if top.op == "not":
+                term, odd = top.args[0], not odd
+                continue
+            zero = next(
+                (a for a in top.args if a.op == "number" and not isinstance(a.attr, bool) and a.attr == 0), None
+            )
+            other = next((a for a in top.args if a is not zero), None)
+            if top.op not in ("eq", "ne") or zero is None or other is None or not _is_truth(opener, other):
+                break
+            term, odd = other, odd != (top.op == "eq")
+        return term, odd
 
     # -- sums -----------------------------------------------------------------------------------------------
 
@@ -269,12 +334,9 @@ class Unifier:
 
     # -- programs -------------------------------------------------------------------------------------------
 
-    def _is_program(self, top: Term) -> bool:
-        return top.op == "apply" and "sdpa_rewrite::program" in str(top.attr[0])
-
     def _program(self, top: Term, g: Term, found: Found, depth: int) -> Iterator[Found]:
         """Any pointwise function of what the pattern gives it: looked for behind pointwise operators."""
-        name = str(top.attr[1][0][1])
+        name = program_name(top)
         queue, seen = [g], {g}
         while queue:
             candidate = queue.pop(0)
@@ -391,6 +453,16 @@ def _expansions(opener: Opener, g: Term, count: int) -> Iterator[_Factors]:
             yield from parts([*items[:k], *terms, *items[k + 1 :]], number * factor, k)
 
     yield from parts([_Factor(g, False)], 1, 0)
+
+
+def _is_truth(opener: Opener, term: Term) -> bool:
+    """Whether ``term`` is a truth value, perhaps as a number."""
+    if term.op == "leaf":
+        value = value_of(term.attr[0])
+        if value.dtype == torch.bool:
+            return True
+    top = opener.open(term)
+    return top.op in ("float", "int") and top is not term and _is_truth(opener, top.args[0])
 
 
 def kind_of(term: Term) -> str:
