@@ -56,14 +56,11 @@ def candidates(graph: Graph) -> Iterator[Candidate]:
     """Every exponential or softmax that has a contraction before it and one after it.  Linear in the graph."""
     order = {node: k for k, node in enumerate(graph.nodes)}
     taken: set[tuple[Node, int]] = set()
-    exponents: set[Node] = set()
     for node in graph.nodes:
         if not is_call(node) or not _normalised(node):
             continue
-        exponent = _behind_layout(node.args[0])
-        if _backward(node) and exponent in exponents:
-            continue  # the backward of log_softmax computes the probabilities again
-        exponents.add(exponent)
+        if _backward(node) and not _backward(_behind_layout(node.args[0])):
+            continue  # the backward of log_softmax makes probabilities of the forward's result: attention's or a loss's
         found = _product_after(node, order)
         if found is None or found in taken:
             continue

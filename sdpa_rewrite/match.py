@@ -24,6 +24,8 @@ def lift(candidate: Candidate, axes: Axes) -> Lifted:
     dims = tuple(axes.dim((product, n), s, n) for n, s in zip(names, shape_of(value_of(product)), strict=True))
     left_is_weights = candidate.weights_at == (1 if opname(product) in ("baddbmm", "addmm") else 0)
     shape = shape_of(value_of(candidate.weights))
+    if any(same_size(n, 0) for n in (*shape, *shape_of(value_of(product)))):
+        raise Miss("an axis has no positions", "layout", product)
     columns = axes.dim((product, "j"), shape[-1] if left_is_weights else shape[-2], "j")
     lifter.bound += [columns, *((a,) for a in atoms_of((*dims[:-2], dims[-2 if left_is_weights else -1])))]
     if left_is_weights:

@@ -180,3 +180,25 @@ def test_inputs_that_are_not_real_numbers(kind: str) -> None:
     else:
         q, k = (q * 4).long(), (k * 4).long()
     assert "fused" not in statuses(same_as_eager(function, q, k, v))
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_loss_is_no_candidate(half: bool) -> None:
+    """The backward of cross entropy multiplies probabilities, of its own log_softmax, by the weights of the layer."""
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, w: Tensor, wanted: Tensor) -> Tensor:
+        out = scores_of(q, k).softmax(-1) @ v
+        return F.cross_entropy((out.transpose(1, 2).flatten(2) @ w).flatten(0, 1), wanted)
+
+    dtype = torch.bfloat16 if half else torch.float32
+    w = torch.randn(32, 11).to(dtype).requires_grad_()
+    assert statuses(same_as_eager(loss, *qkv(grad=True, dtype=dtype), w, torch.randint(0, 11, (12,)))) == ["fused"]
+
+
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+def test_nothing_to_attend(empty: str) -> None:
+    b, s, t = (0 if empty == name else 3 for name in ("batch", "queries", "keys"))
+    q, k, v = torch.randn(b, 4, s, 8), torch.randn(b, 4, t, 8), torch.randn(b, 4, t, 8)
+    told = same_as_eager(lambda q, k, v: scores_of(q, k).softmax(-1) @ v, q, k, v)
+    assert statuses(told) == ["missed"]
+    assert "an axis has no positions" in reasons(told)
