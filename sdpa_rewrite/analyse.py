@@ -26,7 +26,7 @@ def analysed(candidate: Candidate, order: dict[Node, int]) -> tuple[Site, Readin
         try:
             lifted = lift(candidate, axes)
             site = site_of(lifted)
-            site = adjoint.complete(site, lifted.lifter, candidate, order)
+            site = _completed(site, lifted.lifter, candidate, order)
             prove.forward(site)
             return site, _reading(candidate, lifted.lifter)
         except Refine as refine:
@@ -35,6 +35,16 @@ def analysed(candidate: Candidate, order: dict[Node, int]) -> tuple[Site, Readin
             except Irregular as error:
                 raise Miss(str(error), "layout", candidate.anchor) from error
     raise Miss("the axes do not settle", "layout", candidate.anchor)
+
+
+def _completed(site: Site, lifter: Lifter, candidate: Candidate, order: dict[Node, int]) -> Site:
+    """``site`` with its backward.  Raises ``Miss``; a forward that differs explains more than its gradients do."""
+    try:
+        return adjoint.complete(site, lifter, candidate, order)
+    except Miss as miss:
+        if miss.role == "backward":
+            prove.forward(site)
+        raise
 
 
 def _reading(candidate: Candidate, lifter: Lifter) -> Reading:

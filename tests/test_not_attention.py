@@ -202,3 +202,15 @@ def test_nothing_to_attend(empty: str) -> None:
     told = same_as_eager(lambda q, k, v: scores_of(q, k).softmax(-1) @ v, q, k, v)
     assert statuses(told) == ["missed"]
     assert "an axis has no positions" in reasons(told)
+
+
+def test_a_forward_that_differs_is_told_before_its_gradients() -> None:
+    """A softmax without a shift is NaN where a mask covers a row; its gradients differ too, but that explains less."""
+
+    def unshifted(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        e = (q @ k.mT * 0.3 + bias).exp()
+        return e / e.sum(-1, keepdim=True) @ v
+
+    told = same_as_eager(unshifted, *qkv(grad=True), torch.randn(6, 6))
+    assert statuses(told) == ["missed"]
+    assert "its meaning differs from the graph with fully masked rows" in reasons(told)
