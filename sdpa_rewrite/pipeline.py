@@ -55,8 +55,8 @@ class Analysis:
             self.known.append(found)
             return found[0]
         except Miss as miss:
-            node = miss.node
-            return Reason(miss.text, miss.role, node.name if node is not None else "", source_line(node))
+            node = miss.node if miss.node is not None else candidate.anchor
+            return Reason(miss.text, miss.role, node.name, source_line(node) or source_line(candidate.anchor))
         except Exception as error:
             if config.strict:
                 raise

@@ -17,6 +17,7 @@ from sdpa_rewrite import pipeline, report
 from sdpa_rewrite.outcome import Form, Outcome, Reason
 from sdpa_rewrite.report import Report
 from tests.conftest import attention, inputs
+from tests.harness import same_as_eager
 
 FUSED = Outcome(
     status="fused",
@@ -249,3 +250,17 @@ def test_explain_does_not_count_on_the_switch(told: list[torch.fx.Graph]) -> Non
 def test_an_error_of_the_users_function_is_theirs(told: list[torch.fx.Graph]) -> None:
     with pytest.raises(RuntimeError, match="size"):
         sdpa_rewrite.explain(attention, torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 3))
+
+
+def test_a_miss_names_role_node_and_line_even_where_the_graph_has_none() -> None:
+    """The output node has no line of its own: the softmax's stands for it."""
+
+    def returns_probabilities(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        p = (q @ k.mT).softmax(-1)
+        return p @ v, p
+
+    told = same_as_eager(returns_probabilities, *inputs())
+    (reason,) = told.sites[0].reasons
+    assert (reason.role, reason.node) == ("escape", "output")
+    assert "test_report.py" in reason.source
+    assert ".softmax(-1)" in reason.source
