@@ -105,6 +105,8 @@ SAME_OUTPUT = frozenset(
         "probabilities half detached",
     }
 )
+# functions of one score or one probability: an emitter for any program may take them, as what they are
+POINTWISE = frozenset({"scores squared", "probabilities squared", "probabilities above a threshold"})
 
 
 def judge_near_miss(program: Program, name: str) -> Verdict:
@@ -119,6 +121,7 @@ def judge_near_miss(program: Program, name: str) -> Verdict:
 
     verdict = judge_function(program, run, functools.partial(run, wide=torch.float64))
     small = 1 in program.shape or 0 in program.shape  # one key or query: many changes change nothing
-    if verdict.status == "fused" and not verdict.wrong and not small and name not in SAME_OUTPUT:
+    as_it_is = all(o.emitter != "sdpa" for o in verdict.outcomes) and name in POINTWISE
+    if verdict.status == "fused" and not verdict.wrong and not small and not as_it_is and name not in SAME_OUTPUT:
         verdict.wrong = "fused although it is something else"
     return verdict

@@ -60,3 +60,10 @@ def test_a_near_miss_is_left_alone() -> None:
 
     check()
     assert counts["missed"] + counts["recognised"] + counts["fused"] >= MISSES // 2, counts
+
+
+def test_a_pointwise_near_miss_is_fused_as_what_it_is() -> None:
+    """Found by the command: with a safe softmax, FlexAttention takes the square of the scores, which is right."""
+    verdict = judge_near_miss(Program(scale="per_row", softmax="safe", seed=8132), "scores squared")
+    assert not verdict.wrong
+    assert [o.emitter for o in verdict.outcomes] != ["sdpa"]
