@@ -57,13 +57,13 @@ def _backend() -> Callable[..., Any]:
     from sdpa_rewrite.backend import compile_with
 
     def explaining(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        return compile_with(gm, example_inputs, {}, {}, _run_in_eager)
+        return compile_with(gm, example_inputs, {}, {}, run_in_eager)
 
     return explaining
 
 
-def _run_in_eager(gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
-    """Takes the place of code generation."""
+def run_in_eager(gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
+    """Takes the place of code generation: the graph as it is, operator by operator."""
     from torch._functorch.aot_autograd import make_boxed_func
 
     return make_boxed_func(gm.forward)

@@ -5,10 +5,12 @@ Importing this imports Inductor; ``hook`` does so only when a compilation asks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,20 @@ def registered_patterns_key() -> tuple[str, ...]:
     from sdpa_rewrite.authoring import registry
 
     return registry.key()
+
+
+Watcher = Callable[[torch.fx.Graph], Any]
+_watchers: ContextVar[tuple[tuple[Watcher, Watcher], ...]] = ContextVar("sdpa_rewrite watchers", default=())
+
+
+@contextlib.contextmanager
+def watched(before: Watcher, after: Watcher) -> Iterator[None]:
+    """Show ``before`` and ``after`` every graph that the pass rewrites in the block."""
+    token = _watchers.set((*_watchers.get(), (before, after)))
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
 
 
 class AttentionPass(CustomGraphPass):
@@ -57,7 +73,12 @@ class AttentionPass(CustomGraphPass):
         # Here and not above, so that an engine that cannot even be imported does not stop the compilation.
         from sdpa_rewrite import pipeline
 
+        watchers = _watchers.get()
+        for before, _ in watchers:
+            before(graph)
         report.record(pipeline.rewrite_graph(graph))
+        for _, after in watchers:
+            after(graph)
 
     def uuid(self) -> str | None:
         """Everything that changes what the pass makes of a graph; None, which means no caching, if unknown."""

@@ -28,7 +28,10 @@ class Reason:
 
 @dataclass(frozen=True)
 class Form:
-    """A recognised attention in words.  ``scale`` is a sympy expression printed as text, or a tensor's description."""
+    """A recognised attention in words.  ``scale`` is a sympy expression printed as text, or a tensor's description.
+
+    ``name``: the named form of the library that it is, if it is one.
+    """
 
     scale: str = "1"
     mask: str = "none"
@@ -40,6 +43,7 @@ class Form:
     shape: str = ""
     dtype: str = ""
     gradients: tuple[str, ...] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True)

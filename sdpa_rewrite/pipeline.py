@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch.fx
 from torch.fx import Node
 
 from sdpa_rewrite import analyse, config, match
-from sdpa_rewrite.authoring import stage
+from sdpa_rewrite.authoring import naming, stage
 from sdpa_rewrite.choose import choose
 from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.describe import bytes_avoided, disabled, drawn_mask, form_of
 from sdpa_rewrite.lift.ops import source_line
-from sdpa_rewrite.outcome import Outcome, Reason
+from sdpa_rewrite.outcome import Form, Outcome, Reason
 from sdpa_rewrite.rewrite import Memory, Refused, rewrite
 from sdpa_rewrite.site import Miss, Site
 from sdpa_rewrite.twins import Reading, carried_over
@@ -63,10 +65,20 @@ class Analysis:
             return Reason(f"analysis failed: {type(error).__name__}: {error}")
 
 
+def _named(form: Form, site: Site) -> Form:
+    """The form with its name in the library."""
+    try:
+        return dataclasses.replace(form, name=naming.name_of(site))
+    except Exception:
+        if config.strict:
+            raise
+        return form
+
+
 def _rewritten(
     graph: torch.fx.Graph, site: Site, order: dict[Node, int], memory: Memory, name: str, source: str
 ) -> Outcome:
-    form = form_of(site)
+    form = _named(form_of(site), site)
     unwanted = disabled(form, site.training)
     if unwanted:
         reason = Reason(f"config.disabled_forms has {unwanted!r}", "config")

@@ -189,7 +189,7 @@ def _explained(reason: Reason) -> str:
 
 def describe(form: Form) -> str:
     """A form in words: ``softmax, scale 1/8, causal mask, gqa 4:1, float16``."""
-    parts = [form.softmax, f"scale {form.scale}", f"mask {form.mask}"]
+    parts = [form.name, form.softmax, f"scale {form.scale}", f"mask {form.mask}"]
     parts += [f"score {step}" for step in form.score] + [f"weight {step}" for step in form.weight]
     parts += [f"gqa {form.gqa}"] if form.gqa else []
     parts += [f"dropout {form.dropout:g}"] if form.dropout else []

@@ -17,7 +17,7 @@ ORDER = [
     *("algebra", "site", "reference", "lift", "twins"),
     *("candidates", "softmax", "match", "follow", "prove", "adjoint", "analyse"),
     *("kernels", "emit", "choose", "verify", "rewrite", "describe", "authoring", "patterns", "pipeline"),
-    *("report", "graph_pass", "hook", "backend", "explanation", "__init__"),
+    *("report", "graph_pass", "hook", "backend", "explanation", "testing", "__init__"),
 ]
 
 

@@ -22,4 +22,5 @@ from sdpa_rewrite.authoring.pattern import MatchedScalar as MatchedScalar
 from sdpa_rewrite.authoring.pattern import MatchedTensor as MatchedTensor
 from sdpa_rewrite.authoring.pattern import NoMatch as NoMatch
 from sdpa_rewrite.authoring.pattern import Pattern as Pattern
+from sdpa_rewrite.authoring.pattern import named_form as named_form
 from sdpa_rewrite.authoring.pattern import pattern as pattern

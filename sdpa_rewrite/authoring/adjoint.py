@@ -41,6 +41,10 @@ LIMIT = 500  # nodes of a backward
 CANDIDATES, TRIALS = 8, 24  # tensors that are tried as a cotangent; choices of cotangents for all results
 
 
+class Unread(Exception):
+    """A result of the pattern is a value that nobody reads: this is no place for the pattern."""
+
+
 @dataclass(frozen=True)
 class Backward:
     """``cotangents``: of each result, where the graph has one.  ``gradients``: of a parameter, by name."""
@@ -50,7 +54,7 @@ class Backward:
 
 
 def backward(region: Region, order: dict[Node, int]) -> Backward:
-    """The gradients of ``region`` in its graph.  Raises ``Miss`` when a value of it is needed elsewhere."""
+    """The gradients of ``region`` in its graph.  Raises ``Miss`` when a value of it is needed elsewhere, ``Unread``."""
     walk = _Walk(region, order)
     best: tuple[int, Backward, _Walk] | None = None
     for cotangents in itertools.islice(_cotangents(region, order, ()), TRIALS):
@@ -67,6 +71,8 @@ def backward(region: Region, order: dict[Node, int]) -> Backward:
     followed = best[2] if best is not None else walk
     result = best[1] if best is not None else Backward((None,) * len(region.roots))
     escapes = followed.escapes([c.operand.node for c in result.gradients])
+    if unread := followed.unread([c.operand.node for c in result.gradients]):
+        raise Unread(unread)
     if escapes:
         node, reader = escapes[0]
         what = "output" if reader.op == "output" else f"{reader.target} at {source_line(reader) or reader.name}"
@@ -266,21 +272,26 @@ class _Walk:
 
     def escapes(self, provided: Iterable[Node]) -> list[tuple[Node, Node]]:
         """Values worth not computing that somebody else needs, each with its reader."""
-        region, core = self.region, self.region.core()
-        replaced = {r.node for r in region.roots} | set(provided)
-        inside = (region.inner | set(self.followed) | set(self.known)) - set(region.bound)
+        core, results = self.region.core(), {r.node for r in self.region.roots}
+        alive = self._alive(results | set(provided))
+        return [(n, alive[n]) for n in sorted(alive, key=lambda n: self.order.get(n, 0)) if n in core]
+
+    def unread(self, provided: Iterable[Node]) -> Node | None:
+        """A further result of the pattern that nobody outside reads."""
+        first, *others = (r.node for r in self.region.roots)
+        replaced = {first, *others, *provided}
+        return next((n for n in others if n not in self._alive(replaced - {n})), None)
+
+    def _alive(self, replaced: set[Node]) -> dict[Node, Node]:
+        """Values that are needed when those ``replaced`` are not, each with who needs it in the end."""
+        inside = (self.region.inner | set(self.followed) | set(self.known)) - set(self.region.bound)
         alive: dict[Node, Node] = {}
-        for node in sorted(inside, key=lambda n: self.order.get(n, 0), reverse=True):
-            if node in replaced:
-                continue
+        for node in sorted(inside - replaced, key=lambda n: self.order.get(n, 0), reverse=True):
             for user in node.users:
-                if opname(user) in SHAPE_READERS:
-                    continue
-                if user not in inside or user in alive:
+                if opname(user) not in SHAPE_READERS and (user not in inside or user in alive):
                     alive[node] = alive.get(user, user)
                     break
-        hit = [n for n in alive if n in core and n not in replaced]
-        return [(n, alive[n]) for n in sorted(hit, key=self.order.__getitem__)]
+        return alive
 
 
 def _readable(node: Node) -> bool:

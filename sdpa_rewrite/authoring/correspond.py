@@ -70,9 +70,9 @@ def correspondence(
 
 
 def _merge(dims: dict[Atom, Dim], free: Collection[Atom], apart: Collection[sympy.Symbol]) -> dict[Atom, Atom]:
-    """Let axes of one name be the same axes of the graph, but for names that stand for several axes.
+    """Let the axes of a result be those of the same name elsewhere, but for names that stand for several axes.
 
-    An axis that is summed away is called what the sum calls it, rather than what a result does.
+    An axis that is summed away is called what the sum calls it; two sums over one name stay two.
     """
     first: dict[sympy.Symbol, Dim] = {}
     merged: dict[Atom, Atom] = {}
@@ -80,7 +80,7 @@ def _merge(dims: dict[Atom, Dim], free: Collection[Atom], apart: Collection[symp
         dim = dims[atom]
         if isinstance(atom.size, sympy.Symbol) and atom.size not in apart:
             known = first.setdefault(atom.size, dim)
-            if len(known) == len(dim):
+            if atom in free and len(known) == len(dim):
                 merged.update((b, a) for a, b in zip(known, dim, strict=True) if a is not b)
                 dims[atom] = known
     return merged

@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -23,6 +24,8 @@ from sdpa_rewrite.algebra.term import Term, subterms
 from sdpa_rewrite.authoring.hole import program_op
 from sdpa_rewrite.authoring.opener import Again, Opener
 from sdpa_rewrite.authoring.parameters import Parameter, PatternError, Variant
+from sdpa_rewrite.authoring.pattern import Pattern
+from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
 from sdpa_rewrite.lift.ops import CASTS, CONTRACTIONS, LAYOUT, is_call, opname, value_of
 
@@ -57,9 +60,9 @@ class LiftedPattern:
         return next(n for n, p in self.parameters.items() if p.name == name)
 
 
-def lifted(name: str, function: Callable[..., Any], variant: Variant) -> LiftedPattern:
-    """Trace and lift one variant.  Raises ``PatternError``."""
-    graph, symbols, placeholders = _traced(name, function, variant)
+def lifted(name: str, function: Callable[..., Any], variant: Variant, any_size: bool = True) -> LiftedPattern:
+    """Trace and lift one variant; ``any_size``: its axes must stay symbolic.  Raises ``PatternError``."""
+    graph, symbols, placeholders = _traced(name, function, variant, any_size)
     declared = [p for p in variant.parameters if p.kind != "program"]
     parameters = dict(zip(placeholders, declared, strict=True))
     results = tuple(pytree.tree_leaves(next(n for n in graph.nodes if n.op == "output").args[0]))
@@ -79,7 +82,9 @@ def _check_results(name: str, results: Sequence[Any]) -> None:
             raise PatternError(f"{name}: a result is a parameter as it is")
 
 
-def _traced(name: str, function: Callable[..., Any], variant: Variant) -> tuple[Graph, dict[str, Any], list[Node]]:
+def _traced(
+    name: str, function: Callable[..., Any], variant: Variant, any_size: bool
+) -> tuple[Graph, dict[str, Any], list[Node]]:
     from torch._inductor.decomposition import select_decomp_table
 
     env = ShapeEnv()
@@ -99,7 +104,7 @@ def _traced(name: str, function: Callable[..., Any], variant: Variant) -> tuple[
         return function(**given)
 
     try:
-        with mode, torch.no_grad(), _symbolic_roots():
+        with mode, torch.no_grad(), _symbolic_roots(), enable_python_dispatcher():
             module = make_fx(body, dict(select_decomp_table()), tracing_mode="real")(*examples)
     except PatternError:
         raise
@@ -107,7 +112,7 @@ def _traced(name: str, function: Callable[..., Any], variant: Variant) -> tuple[
         raise PatternError(f"{name}: its function cannot be traced: {type(error).__name__}: {error}") from error
     module.graph.eliminate_dead_code()
     for axis, size in sizes.items():
-        if not isinstance(env.replace(size.node.expr), sympy.Symbol):
+        if any_size and not isinstance(env.replace(size.node.expr), sympy.Symbol):
             raise PatternError(f"{name}: its function fixes the axis {axis} to one size; axes may have any")
     for parameter, node in zip(order, (n for n in module.graph.nodes if n.op == "placeholder"), strict=True):
         if not node.users:
@@ -238,3 +243,16 @@ def kind_of(node: Node) -> str:
     if name in ("add", "sub", "rsub"):
         return "sum"
     return "softmax" if "softmax" in name else name
+
+
+@functools.lru_cache(maxsize=512)
+def lifted_variant(pattern: Pattern, index: int) -> LiftedPattern:
+    """A variant of a pattern, traced once."""
+    with clean_room():
+        return lifted(pattern.name, pattern.function, pattern.variants[index], any_size=not pattern.names_sites)
+
+
+def lifted_variants(pattern: Pattern) -> Iterator[LiftedPattern]:
+    """All variants of a pattern.  Raises ``PatternError``."""
+    for index in range(len(pattern.variants)):
+        yield lifted_variant(pattern, index)

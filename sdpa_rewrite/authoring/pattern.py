@@ -99,8 +99,10 @@ class Pattern:
     priority: int = 0
     trusted: bool = False
     why_not: str = ""
+    names_sites: bool = False
     replacement: Callable[..., Any] | None = None
     checks: list[Callable[[Match], None]] = field(default_factory=list)
+    near_misses: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -138,9 +140,24 @@ class Pattern:
         self.checks.append(function)
         return function
 
+    def near_miss(self, what: str) -> Callable[[Function], Function]:
+        """A program of the same parameters that is not this form; ``testing.check_pattern`` sees to it.
+
+        ``what``: what is different.
+        """
+
+        def add(function: Function) -> Function:
+            self.near_misses[what] = function
+            return function
+
+        return add
+
     def key(self) -> str:
         """A hash over all that the pattern does: part of the key of Inductor's caches."""
-        parts = [self.name, repr((self.devices, self.dtypes, self.priority, self.trusted, self.why_not))]
+        parts = [
+            self.name,
+            repr((self.devices, self.dtypes, self.priority, self.trusted, self.why_not, self.names_sites)),
+        ]
         parts += [source_of(f) for f in (self.function, self.replacement, *self.checks) if f is not None]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -236,3 +253,16 @@ def pattern(
         return made
 
     return declare if function is None else declare(function)
+
+
+def named_form(function: Callable[..., Any], /) -> Pattern:
+    """Declare a name for attentions that the engine takes anyway: those that have all that is particular to this one.
+
+    Spelling, sizes, types and numbers do not matter.  Forms combine: what is causal and has dropout has both names.
+    """
+    from sdpa_rewrite.authoring import registry
+
+    made = Pattern(function, function.__name__, names_sites=True)
+    _ = made.parameters
+    registry.register(made)
+    return made

@@ -88,6 +88,8 @@ def regions_at(pattern: LiftedPattern, root: Node) -> Iterator[Region | Near]:
             return
         except Again:
             continue
+        except Refine as refine:
+            opener.split(refine)
 
 
 def _regions(

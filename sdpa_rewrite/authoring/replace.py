@@ -294,11 +294,13 @@ def small_inputs(
     step: int = 1,
     seed: int = 0,
     grad: bool = True,
+    first: int = 0,
 ) -> Iterator[tuple[str, Any]]:
-    """Random arguments for a pattern's function: axes of a few positions (times ``step``)."""
+    """Random arguments for a pattern: axes of a few positions (times ``step``), the first one of ``first``."""
     random = torch.Generator().manual_seed(seed)
     names = dict.fromkeys(a for p in variant.parameters for a in p.axes if isinstance(a, str))
     sizes = {a: step * AXIS_SIZES[(k + seed) % len(AXIS_SIZES)] for k, a in enumerate(names)}
+    sizes |= dict.fromkeys(list(names)[:1], first) if first else {}
     for p in variant.parameters:
         yield p.name, _small(p, sizes, scalars, dtype, device, random, grad)
 
@@ -321,5 +323,5 @@ def _small(
     if p.dtype == torch.bool:
         return (torch.rand(shape, generator=random) < 0.7).to(device)
     if p.dtype is not None and not p.dtype.is_floating_point:
-        return torch.randint(0, 3, shape, generator=random, dtype=p.dtype).to(device)
+        return torch.randint(0, 2, shape, generator=random, dtype=p.dtype).to(device)
     return torch.randn(shape, generator=random).to(p.dtype or dtype).to(device).requires_grad_(grad)

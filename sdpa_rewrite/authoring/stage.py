@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from sdpa_rewrite import config
 from sdpa_rewrite.algebra.axes import product
 from sdpa_rewrite.authoring import adjoint, certify, registry, replace
 from sdpa_rewrite.authoring.adjoint import Backward
-from sdpa_rewrite.authoring.lifted import LiftedPattern, head, kind_of, lifted
+from sdpa_rewrite.authoring.lifted import LiftedPattern, head, kind_of, lifted_variants
 from sdpa_rewrite.authoring.parameters import Variant
 from sdpa_rewrite.authoring.pattern import Match, MatchedScalar, MatchedTensor, NoMatch, Pattern
 from sdpa_rewrite.authoring.region import Near, Region, regions_at
@@ -29,23 +28,10 @@ FUZZY = frozenset({"product", "softmax", "sum", "exp"})  # kinds that another sp
 
 def apply(graph: Graph) -> tuple[Outcome, ...]:
     """Rewrite every place in ``graph`` where a pattern that is on matches; tell what became of each."""
-    patterns = registry.active()
+    patterns = tuple(p for p in registry.active() if not p.names_sites)
     if not patterns:
         return ()
     return tuple(_Pass(graph).run(patterns))
-
-
-@functools.lru_cache(maxsize=512)
-def lifted_variant(pattern: Pattern, index: int) -> LiftedPattern:
-    """A variant of a pattern, traced once."""
-    with clean_room():
-        return lifted(pattern.name, pattern.function, pattern.variants[index])
-
-
-def lifted_variants(pattern: Pattern) -> Iterator[LiftedPattern]:
-    """All variants of a pattern.  Raises ``PatternError``."""
-    for index in range(len(pattern.variants)):
-        yield lifted_variant(pattern, index)
 
 
 @dataclass
@@ -113,6 +99,8 @@ class _Pass:
                 try:
                     certify.forward(found)
                     return found, adjoint.backward(found, order)
+                except adjoint.Unread:
+                    continue
                 except Miss as miss:
                     refuted = refuted or miss
         return refuted

@@ -337,12 +337,16 @@ class Unifier:
     def _program(self, top: Term, g: Term, found: Found, depth: int) -> Iterator[Found]:
         """Any pointwise function of what the pattern gives it: looked for behind pointwise operators."""
         name = program_name(top)
+        if g.op != "leaf":
+            self._fail(depth, top, g, "no tensor of the graph")
+            return
         queue, seen = [g], {g}
         while queue:
             candidate = queue.pop(0)
-            for inner in self.unify(top.args[0], candidate, found, depth + 1):
-                if name not in inner.programs:
-                    yield replace(inner, programs={**inner.programs, name: (candidate, g)})
+            for inner in self.unify(top.args[0], candidate, found, depth + 1) if candidate.op == "leaf" else ():
+                known = inner.programs.get(name)
+                if known is None or (known[0].attr[0], known[1].attr[0]) == (candidate.attr[0], g.attr[0]):
+                    yield replace(inner, programs={**inner.programs, name: known or (candidate, g)})
             opened = self.graph.open(candidate)
             if opened is candidate or opened.op in ("reduce", "index", "number"):
                 continue
