@@ -10,6 +10,7 @@ from __future__ import annotations
 if __name__ == "patterns":
     raise ImportError("this folder is the package sdpa_rewrite.patterns; import it by that name")
 
+from sdpa_rewrite.authoring.adopt import adopt as adopt
 from sdpa_rewrite.authoring.describe import describe as describe
 from sdpa_rewrite.authoring.registry import active as active
 from sdpa_rewrite.authoring.registry import register as register

@@ -25,6 +25,16 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     buffers and random state are as before afterwards, and what you compiled stays compiled.
     """
     target = _uncompiled(fn)
+    from sdpa_rewrite.authoring import stage
+
+    token = stage.thorough.set(True)
+    try:
+        return _explained(target, args, kwargs)
+    finally:
+        stage.thorough.reset(token)
+
+
+def _explained(target: Callable[..., Any], args: Any, kwargs: Any) -> Report:
     with collect() as collected, _undisturbed(target), _fresh_compilation():
         compiled = torch.compile(_probe(target), backend=_backend(), **compat.isolated_compile_options())
         _run_backward(compiled(*args, **kwargs))

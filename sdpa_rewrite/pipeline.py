@@ -28,14 +28,35 @@ def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
     taught = stage.apply(graph)
     order = {node: k for k, node in enumerate(graph.nodes)}
     analysis = Analysis(order)
-    verdicts = [(c.anchor.name, source_line(c.anchor), analysis.verdict(c)) for c in match.candidates(graph)]
-    memory = Memory(frozenset(n for _, _, verdict in verdicts if isinstance(verdict, Site) for n in verdict.operands))
-    return taught + tuple(
+    candidates = list(match.candidates(graph))
+    verdicts = [(c, c.anchor.name, source_line(c.anchor), analysis.verdict(c)) for c in candidates]
+    operands = frozenset(n for *_, verdict in verdicts if isinstance(verdict, Site) for n in verdict.operands)
+    memory = Memory(operands)
+    known = {n for c in candidates for n in (c.anchor, c.product)}
+    elsewhere = taught.declined_elsewhere(known) + taught.refuted_elsewhere(known)
+    nearest = [taught.nearest(c.anchor, c.product) for c in candidates]
+    outcomes = [
         _rewritten(graph, verdict, order, memory, name, source)
         if isinstance(verdict, Site)
         else Outcome("missed", name, source, reasons=(verdict,))
-        for name, source, verdict in verdicts
+        for _, name, source, verdict in verdicts
+    ]
+    told = (
+        _with_patterns(outcome, taught.declining(c.anchor), near)
+        for c, outcome, near in zip(candidates, outcomes, nearest, strict=True)
     )
+    return (*taught.outcomes, *elsewhere, *told)
+
+
+def _with_patterns(outcome: Outcome, declined: Outcome | None, nearest: str) -> Outcome:
+    """What the patterns say about a candidate that is not fused: the one that it is, or the one that it nearly is."""
+    if outcome.status == "fused":
+        return outcome
+    if declined is not None:
+        details = {**outcome.details, **declined.details}
+        return dataclasses.replace(outcome, reasons=(*outcome.reasons, *declined.reasons), details=details)
+    details = {**outcome.details, "nearest pattern": nearest} if nearest else outcome.details
+    return dataclasses.replace(outcome, details=details)
 
 
 class Analysis:

@@ -1,4 +1,4 @@
-"""The law in full: every form of the library in every case, and twenty near misses of each.  python -m tests.law [NAME ...]"""
+"""The law in full: every form in every case, and twenty near misses of each.  ``python -m tests.law [NAME ...]``"""
 
 from __future__ import annotations
 

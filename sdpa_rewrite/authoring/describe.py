@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from sdpa_rewrite.algebra.axes import Atom, Dim
 from sdpa_rewrite.algebra.term import Term
 from sdpa_rewrite.authoring import registry
@@ -9,7 +11,9 @@ from sdpa_rewrite.authoring.hole import is_program, program_name
 from sdpa_rewrite.authoring.lifted import LiftedPattern, lifted_variants
 from sdpa_rewrite.authoring.opener import Opener
 from sdpa_rewrite.authoring.pattern import Pattern
+from sdpa_rewrite.authoring.region import Near
 from sdpa_rewrite.authoring.unify import kind_of
+from sdpa_rewrite.lift.ops import source_line
 
 LONGEST = 400
 
@@ -32,6 +36,29 @@ def describe(pattern: Pattern | str | None = None) -> str:
     return "\n".join(lines)
 
 
+def diagnosis(near: Near) -> str:
+    """A near miss in words: the pattern, how much of it was found, what it has and what the graph has instead."""
+    function = near.pattern.function
+    start = f"{near.pattern.name} ({near.matched:.0%} of it found)"
+    place = f"{inspect.getsourcefile(function)}:{function.__code__.co_firstlineno}"
+    if near.text or near.obstacle is None:
+        return f"{start}: {near.text or 'nothing like it is here'} (pattern at {place})"
+    obstacle = near.obstacle
+    text = _Text(near.pattern)
+    expected = text.of(obstacle.expected)
+    role = text.role(obstacle.expected)
+    got, where = _got(obstacle.got)
+    return f"{start}: {role}expected {expected}, got {got}{where}: {obstacle.text} (pattern at {place})"
+
+
+def _got(term: Term) -> tuple[str, str]:
+    if term.op == "leaf":
+        node = term.attr[0]
+        line = source_line(node)
+        return f"{kind_of(term)} {node.name}", f" at {line}" if line else ""
+    return (str(term.attr) if term.op == "number" else kind_of(term)), ""
+
+
 class _Text:
     """Terms of one pattern in words."""
 
@@ -44,6 +71,11 @@ class _Text:
         """A term, cut where it is too long."""
         text = self._text(term, 0)
         return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+    def role(self, term: Term) -> str:
+        """The parameter that a term is, if it is one, with a colon."""
+        known = self.parameters.get(term.attr[0]) if term.op == "leaf" else None
+        return f"{known.name}: " if known is not None else ""
 
     def _axis(self, atom: Atom) -> str:
         return str(self.names.get(atom.size, atom.size))

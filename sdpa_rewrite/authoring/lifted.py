@@ -43,6 +43,7 @@ class LiftedPattern:
     """
 
     name: str
+    function: Callable[..., Any]
     variant: Variant
     graph: Graph
     symbols: Mapping[str, sympy.Symbol]
@@ -54,6 +55,11 @@ class LiftedPattern:
     dims: tuple[Dims, ...]
     program_dims: Mapping[str, Dims]
     apart: frozenset[sympy.Symbol]
+
+    @property
+    def size(self) -> int:
+        """The number of its parameters and of the operators that are read one by one."""
+        return len(self.parameters) + sum(t.attr[0] not in self.parameters for t in self.opener.opened())
 
     def placeholder(self, name: str) -> Node:
         """The node of a parameter."""
@@ -70,7 +76,19 @@ def lifted(name: str, function: Callable[..., Any], variant: Variant, any_size: 
     opener, whole, roots, terms, dims = _lifted(name, graph, results)
     programs = {str(n.args[1]): d for (n, d) in reversed(whole.memo) if n.target is program_op()}
     return LiftedPattern(
-        name, variant, graph, symbols, parameters, results, opener, roots, terms, dims, programs, _apart(terms)
+        name,
+        function,
+        variant,
+        graph,
+        symbols,
+        parameters,
+        results,
+        opener,
+        roots,
+        terms,
+        dims,
+        programs,
+        _apart(terms),
     )
 
 
@@ -82,17 +100,33 @@ def _check_results(name: str, results: Sequence[Any]) -> None:
             raise PatternError(f"{name}: a result is a parameter as it is")
 
 
+def axes_that_agree(
+    function: Callable[..., Any], parameters: Sequence[Parameter], hints: Mapping[str, int]
+) -> dict[str, str]:
+    """Which axis each axis is, where ``function`` works only if they have one size; ``hints``: sizes to trace with."""
+    variant = Variant(tuple(parameters))
+    with clean_room():
+        _, symbols, _ = _traced(function.__name__, function, variant, True, hints)
+    first: dict[Any, str] = {}
+    return {axis: first.setdefault(symbol, axis) for axis, symbol in symbols.items()}
+
+
 def _traced(
-    name: str, function: Callable[..., Any], variant: Variant, any_size: bool
+    name: str,
+    function: Callable[..., Any],
+    variant: Variant,
+    any_size: bool,
+    hints: Mapping[str, int] | None = None,
 ) -> tuple[Graph, dict[str, Any], list[Node]]:
     from torch._inductor.decomposition import select_decomp_table
 
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
     axes = dict.fromkeys(a for p in variant.parameters for a in p.axes if isinstance(a, str))
-    if len(axes) > len(HINTS):
+    if len(axes) > len(HINTS) and not hints:
         raise PatternError(f"{name}: more than {len(HINTS)} named axes")
-    sizes = {axis: _symbol(env, axis, hint) for axis, hint in zip(axes, HINTS, strict=False)}
+    known = hints or dict(zip(axes, HINTS, strict=False))
+    sizes = {axis: _symbol(env, axis, known[axis]) for axis in axes}
     order = [p for p in variant.parameters if p.kind != "program"]
     with mode:
         examples = [_example(p, sizes) for p in order]

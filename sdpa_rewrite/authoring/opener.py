@@ -105,6 +105,10 @@ class Opener(Lifter):
             self.split(refine)
             raise Again from refine
 
+    def opened(self) -> Iterator[Term]:
+        """All terms that were asked to be opened."""
+        return iter(self._opened)
+
     def split(self, refine: Refine) -> None:
         """Split an axis, and forget what was read with it.  Raises ``Irregular``."""
         self.axes.split(refine)

@@ -103,11 +103,12 @@ class Pattern:
     replacement: Callable[..., Any] | None = None
     checks: list[Callable[[Match], None]] = field(default_factory=list)
     near_misses: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    declared: tuple[Parameter, ...] = ()
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """What the signature declares."""
-        return parameters_of(self.function)
+        """What the signature declares, unless it was declared apart."""
+        return self.declared or parameters_of(self.function)
 
     @cached_property
     def variants(self) -> tuple[Variant, ...]:
@@ -156,6 +157,7 @@ class Pattern:
         """A hash over all that the pattern does: part of the key of Inductor's caches."""
         parts = [
             self.name,
+            *map(str, self.declared),
             repr((self.devices, self.dtypes, self.priority, self.trusted, self.why_not, self.names_sites)),
         ]
         parts += [source_of(f) for f in (self.function, self.replacement, *self.checks) if f is not None]

@@ -69,12 +69,20 @@ class Region:
 
 @dataclass(frozen=True)
 class Near:
-    """A place where a pattern almost matched."""
+    """A place where a pattern does not match, or not quite.
+
+    ``covers``: the nodes that were looked at; ``matched``: the part of the pattern's operators and parameters that
+    something was found for.  ``obstacle``: where it ended; ``text``: why, where all was found and yet does not fit
+    (``refuted``: it was found, and the proof or the backward is against it).
+    """
 
     pattern: LiftedPattern
     root: Node
+    covers: frozenset[Node]
+    matched: float
     obstacle: Obstacle | None
     text: str
+    refuted: bool = False
 
 
 def regions_at(pattern: LiftedPattern, root: Node) -> Iterator[Region | Near]:
@@ -90,6 +98,8 @@ def regions_at(pattern: LiftedPattern, root: Node) -> Iterator[Region | Near]:
             continue
         except Refine as refine:
             opener.split(refine)
+        except Irregular:  # a complex, sparse or nested tensor
+            return
 
 
 def _regions(
@@ -112,7 +122,8 @@ def _regions(
             continue
         seen.add(key)
         yield made
-    yield Near(pattern, root, unifier.obstacle, unlike)
+    covers = frozenset(t.attr[0] for t in opener.opened())
+    yield Near(pattern, root, covers, len(unifier.matched) / pattern.size, unifier.obstacle, unlike)
 
 
 def _all_results(unifier: Unifier, top: Term) -> Iterator[tuple[Found, tuple[Term, ...]]]:

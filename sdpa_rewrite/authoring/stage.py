@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -13,6 +13,7 @@ from sdpa_rewrite import config
 from sdpa_rewrite.algebra.axes import product
 from sdpa_rewrite.authoring import adjoint, certify, registry, replace
 from sdpa_rewrite.authoring.adjoint import Backward
+from sdpa_rewrite.authoring.describe import diagnosis
 from sdpa_rewrite.authoring.lifted import LiftedPattern, head, kind_of, lifted_variants
 from sdpa_rewrite.authoring.parameters import Variant
 from sdpa_rewrite.authoring.pattern import Match, MatchedScalar, MatchedTensor, NoMatch, Pattern
@@ -23,15 +24,60 @@ from sdpa_rewrite.outcome import Outcome, Reason
 from sdpa_rewrite.rewrite import Refused
 from sdpa_rewrite.site import Miss
 
+WORTH_TELLING = 0.3  # of a pattern found, for a near miss to be told
 FUZZY = frozenset({"product", "softmax", "sum", "exp"})  # kinds that another spelling may not show
 
 
-def apply(graph: Graph) -> tuple[Outcome, ...]:
+@dataclass(frozen=True)
+class Taught:
+    """What the patterns did: ``outcomes`` of the places that they rewrote, those that they leave as they are with the
+    nodes of each (``declined``), and where they nearly matched."""
+
+    outcomes: tuple[Outcome, ...] = ()
+    declined: tuple[tuple[frozenset[Node], Outcome], ...] = ()
+    near: tuple[Near, ...] = ()
+
+    def nearest(self, *nodes: Node) -> str:
+        """The pattern that came nearest to matching where ``nodes`` are, and what was in its way; in words."""
+        found = [n for n in self.near if n.covers & set(nodes)]
+        best = max(found, key=lambda n: (n.refuted, n.matched), default=None)
+        return diagnosis(best) if best is not None else ""
+
+    def declining(self, node: Node) -> Outcome | None:
+        """The place that a pattern leaves as it is and that ``node`` is a part of."""
+        return next((outcome for nodes, outcome in self.declined if node in nodes), None)
+
+    def declined_elsewhere(self, known: Set[Node]) -> tuple[Outcome, ...]:
+        """Places that a pattern leaves as they are, and that are no candidate of the engine's."""
+        return tuple(outcome for nodes, outcome in self.declined if not nodes & known)
+
+    def refuted_elsewhere(self, known: Set[Node]) -> tuple[Outcome, ...]:
+        """Places of a pattern that were found and not proved, and that are no candidate of the engine's."""
+        return tuple(
+            Outcome(
+                "missed",
+                near.root.name,
+                source_line(near.root),
+                reasons=(Reason(near.text, "pattern", near.root.name, source_line(near.root)),),
+                details={"pattern": near.pattern.name},
+            )
+            for near in self.near
+            if near.refuted and not near.covers & known
+        )
+
+
+thorough: ContextVar[bool] = ContextVar("sdpa_rewrite thorough", default=False)
+"""Look at places too that cannot match, since somebody reads the diagnosis."""
+
+
+def apply(graph: Graph) -> Taught:
     """Rewrite every place in ``graph`` where a pattern that is on matches; tell what became of each."""
     patterns = tuple(p for p in registry.active() if not p.names_sites)
     if not patterns:
-        return ()
-    return tuple(_Pass(graph).run(patterns))
+        return Taught()
+    run = _Pass(graph)
+    outcomes = tuple(run.run(patterns))
+    return Taught(outcomes, tuple(run.declined), tuple(run.near))
 
 
 @dataclass
@@ -40,6 +86,7 @@ class _Pass:
 
     graph: Graph
     taken: set[Node] = field(default_factory=set)
+    declined: list[tuple[frozenset[Node], Outcome]] = field(default_factory=list)
     near: list[Near] = field(default_factory=list)
 
     def run(self, patterns: tuple[Pattern, ...]) -> Iterator[Outcome]:
@@ -64,7 +111,10 @@ class _Pass:
         for node in list(self.graph.nodes):
             if not is_call(node) or node in self.taken or not is_tensor(node) or kind_of(node) != kind:
                 continue
-            if node.meta.get("partitioner_tag") == "is_backward" or not needed <= kinds_below(node, kinds):
+            if node.meta.get("partitioner_tag") == "is_backward":
+                continue
+            below = kinds_below(node, kinds)
+            if not (needed <= below or (thorough.get() and needed & below)):
                 continue
             outcome = self._at(pattern, variant, node)
             if outcome is not None:
@@ -81,20 +131,15 @@ class _Pass:
             if config.strict:
                 raise
             return self._declined(pattern, root, Reason(f"matching failed: {type(error).__name__}: {error}", "pattern"))
-        if isinstance(found, Miss):
-            node = found.node
-            reason = Reason(found.text, found.role, node.name if node is not None else "", source_line(node))
-            return self._declined(pattern, root, reason, status="missed")
         return self._rewritten(pattern, *found, order) if found is not None else None
 
-    def _search(
-        self, variant: LiftedPattern, root: Node, order: dict[Node, int]
-    ) -> tuple[Region, Backward] | Miss | None:
-        """The first match at ``root`` that is proved; else why the first one is not."""
-        refuted: Miss | None = None
+    def _search(self, variant: LiftedPattern, root: Node, order: dict[Node, int]) -> tuple[Region, Backward] | None:
+        """The first match at ``root`` that is proved.  Where there is none, what came nearest is kept."""
+        refuted: Near | None = None
         for found in regions_at(variant, root):
             if isinstance(found, Near):
-                self.near.append(found)
+                if refuted or found.matched >= WORTH_TELLING:
+                    self.near.append(refuted or found)
             elif not found.inner & self.taken:
                 try:
                     certify.forward(found)
@@ -102,23 +147,16 @@ class _Pass:
                 except adjoint.Unread:
                     continue
                 except Miss as miss:
-                    refuted = refuted or miss
-        return refuted
+                    refuted = refuted or Near(variant, root, found.inner, 1.0, None, miss.text, refuted=True)
+        return None
 
-    def _declined(
-        self, pattern: Pattern, root: Node, reason: Reason, training: bool = False, status: Any = "recognised"
-    ) -> Outcome:
-        return Outcome(
-            status,
-            root.name,
-            source_line(root),
-            training,
-            emitter="",
-            reasons=(reason,),
-            details={"pattern": pattern.name},
-        )
+    @staticmethod
+    def _declined(pattern: Pattern, root: Node, reason: Reason, training: bool = False) -> Outcome:
+        details = {"pattern": pattern.name}
+        return Outcome("recognised", root.name, source_line(root), training, reasons=(reason,), details=details)
 
-    def _rewritten(self, pattern: Pattern, region: Region, back: Backward, order: dict[Node, int]) -> Outcome:
+    def _rewritten(self, pattern: Pattern, region: Region, back: Backward, order: dict[Node, int]) -> Outcome | None:
+        """The outcome of a rewrite; None where the place stays as it is, which is noted."""
         root, training = region.roots[0].node, bool(back.gradients)
         name, source = root.name, source_line(root)
         try:
@@ -130,12 +168,15 @@ class _Pass:
         except NoMatch as no:
             at = no.at
             reason = Reason(no.reason, at.name if at else "check", at.node if at else "", at.source if at else "")
-            return self._declined(pattern, root, reason, training)
+            self.declined.append((region.inner, self._declined(pattern, root, reason, training)))
+            return None
         except Exception as error:
             if config.strict and not isinstance(error, Refused):
                 raise
             text = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
-            return self._declined(pattern, root, Reason(text, "replacement"), training)
+            reason = Reason(text, "replacement")
+            self.declined.append((region.inner, self._declined(pattern, root, reason, training)))
+            return None
         self.taken |= set(added)
         return Outcome(
             "fused", name, source, training, emitter=f"pattern {pattern.name}", details={"pattern": pattern.name}

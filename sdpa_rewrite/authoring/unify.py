@@ -64,6 +64,7 @@ class Unifier:
     roots: tuple[Term, ...]
     graph: Opener
     obstacle: Obstacle | None = None
+    matched: set[Node] = field(default_factory=set)  # nodes of the pattern that something in the graph was found for
     effort: int = 0
 
     def unify(self, p: Term, g: Term, found: Found, depth: int = 0) -> Iterator[Found]:
@@ -88,6 +89,7 @@ class Unifier:
             if theirs is None or theirs.safe != soft.safe:
                 self._fail(depth, p, g, "no softmax" if theirs is None else "softmax and safe softmax differ")
                 return
+            self._found(p)
             bound = (*found.bound, (soft.axes, theirs.axes))
             yield from self.unify(soft.logits, theirs.logits, replace(found, bound=bound), depth + 1)
             return
@@ -108,6 +110,10 @@ class Unifier:
     def _parameter(self, p: Term) -> Parameter | None:
         return self.parameters.get(p.attr[0]) if p.op == "leaf" else None
 
+    def _found(self, p: Term) -> None:
+        if p.op == "leaf":
+            self.matched.add(p.attr[0])
+
     def _fail(self, depth: int, p: Term, g: Term, text: str) -> None:
         if self.obstacle is None or depth >= self.obstacle.matched:
             self.obstacle = Obstacle(depth, p, g, text)
@@ -118,6 +124,7 @@ class Unifier:
         if parameter.kind == "scalar":
             known = found.scalars.get(parameter.name)
             if (g.op == "number" or (g.op == "leaf" and not g.axes)) and (known is None or _same(known, g)):
+                self._found(p)
                 yield replace(found, scalars={**found.scalars, parameter.name: g})
             else:
                 self._fail(depth, p, g, "no number, or not the same one again")
@@ -133,6 +140,7 @@ class Unifier:
         if known is not None and known.attr[0] is not g.attr[0]:
             self._fail(depth, p, g, f"{parameter.name} is {known.attr[0].name} elsewhere")
             return
+        self._found(p)
         yield replace(found, leaves=(*found.leaves, (p, g)))
 
     def _number(self, p: Term, g: Term, found: Found, depth: int) -> Iterator[Found]:
@@ -149,6 +157,7 @@ class Unifier:
         if other.op != top.op or len(other.args) != len(top.args) or not self._same_kind(top, other):
             self._fail(depth, p, g, f"no {kind_of(top)}")
             return
+        self._found(p)
         if top.op == "reduce":
             found = replace(found, bound=(*found.bound, (frozenset(top.attr[1]), frozenset(other.attr[1]))))
         if top.op == "index":
@@ -233,6 +242,7 @@ class Unifier:
         wanted, constant = self._addends(self.pattern, p)
         for given, theirs in self._sums(g, len(wanted)):
             if len(given) == len(wanted) and may_equal(constant, theirs):
+                self._found(p)
                 fresh = replace(found, numbers=(*found.numbers, (constant, theirs)))
                 yield from self._assign(wanted, given, fresh, depth + 1)
         self._fail(depth, p, g, "no sum of this many parts")
@@ -293,6 +303,7 @@ class Unifier:
             ways = iter(sorted(ways, key=lambda way: not way.items or may_equal(way.number, 1)))
         for given in ways:
             for left, fresh in self._pair_factors(rest, list(given.items), found, depth + 1):
+                self._found(p)
                 yield from self._scalars(scalars, factors.number, left, given.number, fresh)
         self._fail(depth, p, g, "no product of these factors")
 
