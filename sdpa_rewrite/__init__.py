@@ -10,6 +10,7 @@ Importing this is cheap: Inductor is imported when something compiles.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from sdpa_rewrite import compat
@@ -35,6 +36,8 @@ from sdpa_rewrite.outcome import Reason as Reason  # noqa: E402
 from sdpa_rewrite.report import Report as Report  # noqa: E402
 
 if TYPE_CHECKING:
+    from sdpa_rewrite import patterns as patterns
+    from sdpa_rewrite import testing as testing
     from sdpa_rewrite.graph_pass import attention_pass as attention_pass
 
 __version__ = "0.1.0"
@@ -45,4 +48,6 @@ def __getattr__(name: str) -> object:
         from sdpa_rewrite.graph_pass import attention_pass
 
         return attention_pass
+    if name in ("patterns", "testing"):  # they read graphs: not before they are asked for
+        return importlib.import_module(f"sdpa_rewrite.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

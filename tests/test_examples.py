@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from examples import bert, char_model, compile_time, gpt2, quickstart
+from examples import author_a_pattern, bert, char_model, compile_time, gpt2, quickstart, route_to_my_kernel
 
 NEEDS_TRANSFORMERS = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed (the examples extra)"
@@ -36,6 +36,21 @@ def test_char_model_says_why_dropout_is_not_fused(capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "2 recognised" in out
     assert "dropout" in out
+
+
+@pytest.mark.usefixtures("no_codegen")
+def test_author_a_pattern(capsys: pytest.CaptureFixture[str]) -> None:
+    author_a_pattern.main()
+    out = capsys.readouterr().out
+    assert "fused by pattern gated_attention" in out
+    assert float(out.split("eager: ")[1]) < 1e-5
+
+
+def test_route_to_my_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    route_to_my_kernel.main()
+    out = capsys.readouterr().out
+    assert "fused by pattern relu_attention" in out
+    assert "8 keys are too few for the kernel" in out
 
 
 @NEEDS_TRANSFORMERS

@@ -90,7 +90,10 @@ class Opener(Lifter):
             return term
         known = self._opened.get(term)
         if known is None:
-            known = self._opened[term] = self._read(term)
+            known = self._read(term)
+            if known.op == "leaf" and known is not term:  # x * 1, x + 0
+                known = self.open(known)
+            self._opened[term] = known
         return known
 
     def _read(self, term: Term) -> Term:
@@ -134,6 +137,10 @@ class Opener(Lifter):
             return None
         node, dims = term.attr
         name = opname(node)
+        if name in ("mul", "add", "sub", "div"):
+            read = self._read(term)
+            if read.op == "leaf" and read is not term:  # x * 1, x + 0
+                return self.softmax(read)
         if name in SOFTMAXES and name != "_log_softmax":
             k: Any = argument(node, 1, "dim")
             over = frozenset(dims[k % len(dims)])
