@@ -53,8 +53,8 @@ def _with_patterns(outcome: Outcome, declined: Outcome | None, nearest: str) -> 
     if outcome.status == "fused":
         return outcome
     if declined is not None:
-        details = {**outcome.details, **declined.details}
-        return dataclasses.replace(outcome, reasons=(*outcome.reasons, *declined.reasons), details=details)
+        says = "; ".join(map(str, declined.reasons))
+        return dataclasses.replace(outcome, details={**outcome.details, **declined.details, "pattern says": says})
     details = {**outcome.details, "nearest pattern": nearest} if nearest else outcome.details
     return dataclasses.replace(outcome, details=details)
 

@@ -179,6 +179,8 @@ def _details(site: Outcome) -> Iterator[str]:
     if site.form is not None:
         yield f"form: {describe(site.form)}"
     yield from (f"why not: {_explained(reason)}" for reason in site.reasons)
+    if "pattern says" in site.details:
+        yield f"pattern {site.details['pattern']}: {site.details['pattern says']}"
     if "nearest pattern" in site.details:
         yield f"nearest pattern: {site.details['nearest pattern']}"
 

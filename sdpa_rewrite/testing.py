@@ -73,7 +73,7 @@ def assert_misses(
     """``fn(*args)`` is not rewritten, for a reason that contains ``reason``, and computes what it did."""
     told = compare(fn, args, patterns=patterns, dynamic=dynamic)
     done = [o for o in told.sites if o.status == "fused"]
-    reasons = [str(r) for o in told.sites for r in o.reasons]
+    reasons = [r for o in told.sites for r in (*map(str, o.reasons), str(o.details.get("pattern says", "")))]
     if done or (reason and not any(reason in r for r in reasons)):
         raise AssertionError(f"{'rewritten' if done else f'no reason has {reason!r}'}\n{told}")
     return told
