@@ -19,7 +19,7 @@ from sdpa_rewrite.authoring.parameters import Variant
 from sdpa_rewrite.authoring.pattern import Match, MatchedScalar, MatchedTensor, NoMatch, Pattern
 from sdpa_rewrite.authoring.region import Near, Region, regions_at
 from sdpa_rewrite.cleanroom import clean_room
-from sdpa_rewrite.lift.ops import is_call, is_tensor, source_line, value_of
+from sdpa_rewrite.lift.ops import LAYOUT, is_call, is_tensor, opname, source_line, value_of
 from sdpa_rewrite.outcome import Outcome, Reason
 from sdpa_rewrite.rewrite import Refused
 from sdpa_rewrite.site import Miss
@@ -140,7 +140,7 @@ class _Pass:
             if isinstance(found, Near):
                 if refuted or found.matched >= WORTH_TELLING:
                     self.near.append(refuted or found)
-            elif not found.inner & self.taken:
+            elif not found.inner & self.taken and all(_is_read(r.node, found.inner) for r in found.roots[1:]):
                 try:
                     certify.forward(found)
                     return found, adjoint.backward(found, order)
@@ -181,6 +181,16 @@ class _Pass:
         return Outcome(
             "fused", name, source, training, emitter=f"pattern {pattern.name}", details={"pattern": pattern.name}
         )
+
+
+def _is_read(node: Node, inner: Set[Node]) -> bool:
+    """Whether anything but the pattern itself, and the backward, may read a result."""
+    for user in node.users:
+        if user in inner or user.meta.get("partitioner_tag") == "is_backward":
+            continue
+        if not is_call(user) or opname(user) not in LAYOUT or _is_read(user, inner):
+            return True
+    return False
 
 
 def veto(pattern: Pattern, match: Match) -> None:
