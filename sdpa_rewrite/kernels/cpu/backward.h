@@ -1,0 +1,257 @@
+// Attention, backward: probabilities are computed again, from the rows' maxima and sums (Dao et al., 2022).
+// The rows of a head are cut in pieces; a piece's gradient of the query is its own, and those of key and value are
+// summed in the memory of one thread.  Threads share a head where there are too few; their sums are added in order.
+
+namespace sdpa_rewrite {
+
+template <class T, class TO>
+struct Backward {
+  Sizes size;
+  Operand<const T> query, key, value;
+  Operand<const TO> out, grad;
+  const float *maximum, *sum; // [batch, heads, group, rows]
+  const float* grad_sum;      // the same, or null
+  Operand<T> grad_query, grad_key, grad_value;
+  float scale;
+  bool safe;
+  int threads;
+};
+
+constexpr int64_t ROWS = 256; // of a piece
+
+template <class T, class TO, class P>
+class BackwardThread {
+  static constexpr bool DOT = HAS_DOT && std::is_same_v<T, c10::BFloat16>;
+  static constexpr bool MODIFIED = P::has_score || P::has_bare;
+  const Backward<T, TO>& call;
+  const P& program;
+  const Sizes& size;
+  int64_t depth, width;           // padded floats of a row of query and of the output
+  int64_t depth_words, width_words; // words between packed rows
+  Workspace space;
+  float *query, *grad, *query_right, *grad_right, *grad_query, *delta, *maximum, *inverse;
+  float *key, *key_right, *value, *packing, *scores, *raw, *probability, *slope, *left, *factor, *scratch;
+  float* learned;
+
+ public:
+  BackwardThread(const Backward<T, TO>& c, const P& p, int64_t most, float* accumulators)
+      : call(c), program(p), size(c.size), depth(round_up(c.size.depth, W)), width(round_up(c.size.width, W)),
+        depth_words(DOT ? words<DOT>(c.size.depth) : depth), width_words(DOT ? words<DOT>(c.size.width) : width),
+        space(most * (depth_words + width_words + 2 * depth + width + 3) +
+              TILE * (2 * depth + width + std::max(depth, width)) + 7 * STEP * TILE + p.scratch() + 512),
+        learned(accumulators) {
+    query = space.take(most * depth_words);
+    grad = space.take(most * width_words);
+    query_right = DOT ? space.take(words<DOT>(most) * depth) : query;
+    grad_right = DOT ? space.take(words<DOT>(most) * width) : grad;
+    grad_query = space.take(most * depth);
+    delta = space.take(most);
+    maximum = space.take(most);
+    inverse = space.take(most);
+    key = space.take(TILE * depth);
+    key_right = space.take(TILE * depth);
+    value = space.take(TILE * width);
+    packing = space.take(TILE * std::max(depth, width));
+    scores = space.take(STEP * TILE);
+    raw = space.take(STEP * TILE);
+    slope = space.take(STEP * TILE);
+    probability = space.take(STEP * TILE);
+    left = space.take(STEP * TILE);
+    factor = space.take(STEP * TILE);
+    scratch = space.take(p.scratch());
+  }
+
+  // The rows of `t`: the gradient of the query is written, those of key and value are added to.
+  void run(const Tile& t, float* grad_key, float* grad_value) {
+    const bool skipping = prepare(t);
+    const int64_t tiles = (size.columns + TILE - 1) / TILE;
+    for (int64_t n = 0; n < tiles; ++n) {
+      const int64_t column = n * TILE, columns = std::min(TILE, size.columns - column);
+      if (skipping && program.block(part(t, 0, t.rows, column, columns)) == Block::hidden) continue;
+      pack(t, column, columns);
+      for (int64_t r = 0; r < t.rows; r += STEP) {
+        const Tile some = part(t, r, std::min(STEP, t.rows - r), column, columns);
+        const Block kind = program.block(some);
+        if (kind == Block::hidden && skipping) continue;
+        step(some, kind == Block::hidden ? Block::mixed : kind, grad_key + column * depth, grad_value + column * width);
+      }
+    }
+    for (int64_t r = 0; r < t.rows; ++r) {
+      write(grad_query + r * depth, call.grad_query.at(t.b, t.h, t.g(r), t.i(r)), call.grad_query.column, size.depth);
+    }
+  }
+
+  static void write(const float* from, T* to, int64_t stride, int64_t n) {
+    if (stride == 1) scaled(from, to, n, 1.0f);
+    else for (int64_t k = 0; k < n; ++k) to[k * stride] = T(from[k]);
+  }
+
+ private:
+  // Reads what belongs to rows.  Returns whether what is hidden from all of them can be skipped.
+  bool prepare(const Tile& t) {
+    bool skipping = true;
+    for (int64_t r = 0; r < t.rows; ++r) {
+      const int64_t g = t.g(r), i = t.i(r), at = ((t.b * size.heads + t.h) * size.group + g) * size.rows + i;
+      float *q = query + r * depth_words, *o = grad + r * width_words;
+      pack_row<DOT>(call.query.at(t.b, t.h, g, i), call.query.column, size.depth, q);
+      pack_row<DOT>(call.grad.at(t.b, t.h, g, i), call.grad.column, size.width, o);
+      if constexpr (!DOT) {
+        std::fill(q + size.depth, q + depth, 0.0f);
+        std::fill(o + size.width, o + width, 0.0f);
+      }
+      const bool empty = call.maximum[at] == -INFINITE;
+      maximum[r] = empty ? 0.0f : call.maximum[at];
+      inverse[r] = empty && call.safe ? 0.0f : 1.0f / call.sum[at];
+      delta[r] = dot(call.out.at(t.b, t.h, g, i), call.grad.at(t.b, t.h, g, i));
+      if (call.grad_sum) delta[r] -= call.sum[at] * call.grad_sum[at];
+      if (empty ? !call.safe : call.maximum[at] <= P::floor) skipping = false;
+    }
+    if constexpr (DOT) {
+      pack_right<DOT>(reinterpret_cast<T*>(query), 2 * depth_words, 1, t.rows, size.depth, depth, query_right);
+      pack_right<DOT>(reinterpret_cast<T*>(grad), 2 * width_words, 1, t.rows, size.width, width, grad_right);
+    }
+    std::fill_n(grad_query, t.rows * depth, 0.0f);
+    return skipping;
+  }
+
+  float dot(const TO* a, const TO* b) const {
+    const int64_t s = call.out.column, z = call.grad.column;
+    float out = 0.0f;
+    int64_t e = 0;
+    if constexpr (std::is_same_v<TO, float>) {
+      V sum(0.0f);
+      if (s == 1 && z == 1) {
+        for (; e + W <= size.width; e += W) sum = at::vec::fmadd(V::loadu(a + e), V::loadu(b + e), sum);
+      }
+      out = total(sum);
+    }
+    for (; e < size.width; ++e) out += to_float(a[e * s]) * to_float(b[e * z]);
+    return out;
+  }
+
+  void pack(const Tile& t, int64_t column, int64_t columns) {
+    const T* k = call.key.at(t.b, t.h, 0, column);
+    const T* v = call.value.at(t.b, t.h, 0, column);
+    pack_right_transposed<DOT>(k, call.key.row, call.key.column, columns, size.depth, key, packing);
+    pack_right<DOT>(k, call.key.row, call.key.column, columns, size.depth, depth, key_right);
+    pack_right_transposed<DOT>(v, call.value.row, call.value.column, columns, size.width, value, packing);
+  }
+
+  void step(const Tile& t, Block kind, float* grad_key, float* grad_value) {
+    const int64_t n = t.rows * TILE;
+    const float *q = query + t.row * depth_words, *o = grad + t.row * width_words;
+    multiply<DOT>(q, depth_words, 1, key, TILE, scores, TILE, t.rows, TILE, words<DOT>(size.depth), nullptr, true);
+    if constexpr (MODIFIED) {
+      for (int64_t k = 0; k < n; k += W) (V::loadu(scores + k) * V(call.scale)).store(raw + k);
+      std::copy_n(raw, n, scores);
+    }
+    logits(program, scores, t, MODIFIED ? 1.0f : call.scale, kind, scratch);
+    multiply<DOT>(o, width_words, 1, value, TILE, slope, TILE, t.rows, TILE, words<DOT>(size.width), nullptr, true);
+    if constexpr (P::has_factor) program.factor(factor, t, scratch);
+    differentiate(t);
+    if constexpr (MODIFIED) {
+      program.backward(raw, slope, t, kind, scratch, learned);
+      for (int64_t k = 0; k < n; k += W) (V::loadu(slope + k) * V(call.scale)).store(slope + k);
+    }
+    const int64_t r = words<DOT>(t.row), rows = words<DOT>(t.rows);
+    const float* weights = transposed(probability, t.rows);
+    multiply<DOT>(weights, 1, TILE, grad_right + r * width, width, grad_value, width, t.columns, width, rows, nullptr,
+                  false);
+    const float* slopes = transposed(slope, t.rows);
+    multiply<DOT>(slopes, 1, TILE, query_right + r * depth, depth, grad_key, depth, t.columns, depth, rows, nullptr,
+                  false);
+    const float* by_row = slope;
+    if constexpr (DOT) {
+      pack_left<DOT>(slope, t.rows, left);
+      by_row = left;
+    }
+    multiply<DOT>(by_row, words<DOT>(TILE), 1, key_right, depth, grad_query + t.row * depth, depth, t.rows, depth,
+                  words<DOT>(t.columns), nullptr, false);
+  }
+
+  const float* transposed(const float* tile, int64_t rows) {
+    if constexpr (!DOT) return tile;
+    pack_left_transposed<DOT>(tile, rows, left);
+    return left;
+  }
+
+  // From logits and the slopes of the weights: probabilities, times the factor, and the slopes of the logits.
+  void differentiate(const Tile& t) {
+    const V s(MODIFIED ? 1.0f : call.scale);
+    for (int64_t r = 0; r < t.rows; ++r) {
+      const V shift(maximum[t.row + r]), share(inverse[t.row + r]), less(delta[t.row + r]);
+      for (int64_t k = r * TILE; k < (r + 1) * TILE; k += W) {
+        V p = exponential(at::vec::fmsub(V::loadu(scores + k), s, shift)) * share;
+        V slopes = V::loadu(slope + k);
+        if constexpr (P::has_factor) {
+          const V f = V::loadu(factor + k);
+          slopes = slopes * f;
+          (p * f).store(probability + k);
+        } else {
+          p.store(probability + k);
+        }
+        (p * (slopes - less) * s).store(slope + k);
+      }
+    }
+  }
+};
+
+inline int64_t sharing(int64_t heads, int64_t pieces, int threads) {
+  if (heads % threads == 0 || heads >= 8 * threads) return 1;
+  const int64_t even = threads / std::gcd<int64_t>(threads, heads), enough = (4 * threads + heads - 1) / heads;
+  return std::max<int64_t>(1, std::min({even, enough, pieces}));
+}
+
+template <class T, class TO, class P>
+void backward(const Backward<T, TO>& call, const P& program) {
+  const Sizes& s = call.size;
+  const Cut cut(s, ROWS);
+  const int64_t heads = s.batch * s.heads, pieces = cut.pieces(), share = sharing(heads, pieces, call.threads);
+  const int64_t depth = round_up(s.depth, W), width = round_up(s.width, W), sums = s.columns * (depth + width);
+  const int64_t learned = program.accumulators();
+  std::unique_ptr<float[]> accumulators(learned ? new float[learned * call.threads]() : nullptr);
+  std::unique_ptr<float[]> parts(new float[sums * (share > 1 ? heads * share : call.threads)]);
+  const auto write = [&](int64_t head, const float* from, int64_t first, int64_t last) {
+    using Thread = BackwardThread<T, TO, P>;
+    for (int64_t j = first; j < last; ++j) {
+      const auto &k = call.grad_key, &v = call.grad_value;
+      Thread::write(from + j * depth, k.at(head / s.heads, head % s.heads, 0, j), k.column, s.depth);
+      Thread::write(from + s.columns * depth + j * width, v.at(head / s.heads, head % s.heads, 0, j), v.column,
+                    s.width);
+    }
+  };
+#pragma omp parallel num_threads(call.threads)
+  {
+    const int me = omp_get_thread_num(), all = omp_get_num_threads();
+    BackwardThread<T, TO, P> thread(call, program, cut.groups * std::max<int64_t>(cut.span, 1),
+                                    learned ? accumulators.get() + learned * me : nullptr);
+    for (int64_t n = me; n < heads * share; n += all) {
+      const int64_t head = n / share, turn = n % share;
+      float* to = parts.get() + sums * (share > 1 ? n : me);
+      std::fill_n(to, sums, 0.0f);
+      for (int64_t p = 0; p < pieces; ++p) {
+        const int64_t at = p % (2 * share); // there and back, since later pieces may see more keys
+        if ((at < share ? at : 2 * share - 1 - at) != turn) continue;
+        thread.run(cut.piece(s, head / s.heads, head % s.heads, p), to, to + s.columns * depth);
+      }
+      if (share == 1) write(head, to, 0, s.columns);
+    }
+    if (share > 1) {
+#pragma omp barrier
+      const int64_t strips = (s.columns + TILE - 1) / TILE;
+      for (int64_t n = me; n < heads * strips; n += all) {
+        const int64_t head = n / strips, first = n % strips * TILE, last = std::min(first + TILE, s.columns);
+        float* to = parts.get() + sums * head * share;
+        for (int64_t k = 1; k < share; ++k) {
+          const float* from = to + sums * k;
+          for (int64_t x = first * depth; x < last * depth; ++x) to[x] += from[x];
+          for (int64_t x = s.columns * depth + first * width; x < s.columns * depth + last * width; ++x) to[x] += from[x];
+        }
+        write(head, to, first, last);
+      }
+    }
+  }
+  if (learned) program.reduce(accumulators.get(), call.threads);
+}
+
+} // namespace sdpa_rewrite

@@ -1,0 +1,193 @@
+// Small matrix products on packed operands.  All memory is in words of four bytes: a float, or a pair of bfloat16
+// (DOT) that are neighbours along the axis that is summed over.
+
+namespace sdpa_rewrite {
+
+constexpr int MR = 6;                 // rows of a register tile
+constexpr int NR = W == 8 ? 2 : 4;    // vectors of a register tile's row
+constexpr int64_t TILE = 64;          // keys of a tile of scores
+
+// c[0:M, 0:N*W] = sum_p a[., p] * b[p, .] + (c * alpha).  `fresh`: without c.  `alpha` may be null: one.
+template <bool DOT, int M, int N>
+inline void register_tile(const float* a, int64_t row, int64_t step, const float* b, int64_t ldb, float* c, int64_t ldc,
+                          int64_t k, const float* alpha, bool fresh) {
+  V sum[M][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < M; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sum[r][n] = V(0.0f);
+  }
+  const float* at = a;
+  for (int64_t p = 0; p < k; ++p, at += step, b += ldb) {
+    V right[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) right[n] = V::loadu(b + n * W);
+#pragma GCC unroll 8
+    for (int r = 0; r < M; ++r) {
+      const V left(at[r * row]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sum[r][n] = fma<DOT>(left, right[n], sum[r][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < M; ++r) {
+    const V factor(alpha ? alpha[r] : 1.0f);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      float* out = c + r * ldc + n * W;
+      (fresh ? sum[r][n] : at::vec::fmadd(V::loadu(out), factor, sum[r][n])).store(out);
+    }
+  }
+}
+
+template <bool DOT, int N>
+inline void column_of_tiles(const float* a, int64_t row, int64_t step, const float* b, int64_t ldb, float* c,
+                            int64_t ldc, int64_t m, int64_t k, const float* alpha, bool fresh) {
+  int64_t r = 0;
+  const auto part = [&](auto size) {
+    constexpr int M = decltype(size)::value;
+    for (; r + M <= m; r += M) {
+      register_tile<DOT, M, N>(a + r * row, row, step, b, ldb, c + r * ldc, ldc, k, alpha ? alpha + r : nullptr, fresh);
+    }
+  };
+  part(std::integral_constant<int, MR>{});
+  part(std::integral_constant<int, 4>{});
+  part(std::integral_constant<int, 2>{});
+  part(std::integral_constant<int, 1>{});
+}
+
+// c[m, n] (+)= a[m, k] b[k, n]; n a multiple of W.  a[r, p] is at r * row + p * step.
+template <bool DOT>
+inline void multiply(const float* a, int64_t row, int64_t step, const float* b, int64_t ldb, float* c, int64_t ldc,
+                     int64_t m, int64_t n, int64_t k, const float* alpha, bool fresh) {
+  int64_t j = 0;
+  for (; j + NR * W <= n; j += NR * W) {
+    column_of_tiles<DOT, NR>(a, row, step, b + j, ldb, c + j, ldc, m, k, alpha, fresh);
+  }
+  if constexpr (NR > 2) {
+    if (j + 2 * W <= n) {
+      column_of_tiles<DOT, 2>(a, row, step, b + j, ldb, c + j, ldc, m, k, alpha, fresh);
+      j += 2 * W;
+    }
+  }
+  if (j < n) column_of_tiles<DOT, 1>(a, row, step, b + j, ldb, c + j, ldc, m, k, alpha, fresh);
+}
+
+// -- packing ----------------------------------------------------------------------------------------------------
+
+// Words that n elements take along an axis.
+template <bool DOT>
+inline int64_t words(int64_t n) { return DOT ? (n + 1) / 2 : n; }
+
+// One row, contiguous: out[0:words(n)].
+template <bool DOT, class T>
+inline void pack_row(const T* src, int64_t stride, int64_t n, float* out) {
+  if constexpr (DOT) {
+    auto* to = reinterpret_cast<T*>(out);
+    if (stride == 1) std::memcpy(to, src, n * sizeof(T));
+    else for (int64_t k = 0; k < n; ++k) to[k] = src[k * stride];
+    if (n % 2) to[n] = T(0.0f);
+  } else if (stride == 1) {
+    convert(src, out, n);
+  } else {
+    for (int64_t k = 0; k < n; ++k) out[k] = to_float(src[k * stride]);
+  }
+}
+
+inline void transpose_square(const float* src, int64_t lds, float* dst, int64_t ldd) {
+#if defined(CPU_CAPABILITY_AVX512)
+  at::vec::transpose_mxn<float, 16, 16>(src, lds, dst, ldd);
+#elif defined(CPU_CAPABILITY_AVX2)
+  at::vec::transpose_mxn<float, 8, 8>(src, lds, dst, ldd);
+#else
+  for (int r = 0; r < W; ++r) for (int c = 0; c < W; ++c) dst[c * ldd + r] = src[r * lds + c];
+#endif
+}
+
+// Rows of words [rows, n] become [n, TILE]; what lies beyond `rows` is zero.
+inline void transpose(const float* src, int64_t lds, int64_t rows, int64_t n, float* dst) {
+  int64_t r = 0;
+  for (; r + W <= rows; r += W) {
+    int64_t c = 0;
+    for (; c + W <= n; c += W) transpose_square(src + r * lds + c, lds, dst + c * TILE + r, TILE);
+    for (; c < n; ++c) for (int64_t k = r; k < r + W; ++k) dst[c * TILE + k] = src[k * lds + c];
+  }
+  for (; r < rows; ++r) for (int64_t c = 0; c < n; ++c) dst[c * TILE + r] = src[r * lds + c];
+  if (rows < TILE) for (int64_t c = 0; c < n; ++c) for (int64_t k = rows; k < TILE; ++k) dst[c * TILE + k] = 0.0f;
+}
+
+// Rows [rows, n] as the right operand whose summed axis are the rows: [words(rows), width], zero beyond n and rows.
+template <bool DOT, class T>
+inline void pack_right(const T* src, int64_t row, int64_t stride, int64_t rows, int64_t n, int64_t width, float* dst) {
+  if constexpr (DOT) {
+    for (int64_t r = 0; r < rows; r += 2) {
+      auto* out = reinterpret_cast<uint32_t*>(dst + r / 2 * width);
+      const T* a = src + r * row;
+      const T* b = a + row;
+      const bool pair = r + 1 < rows;
+      int64_t c = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+      if (stride == 1) {
+        for (; c + 16 <= n; c += 16) {
+          const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(a + c)));
+          const __m512i high = pair ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(b + c)))
+                                    : _mm512_setzero_si512();
+          _mm512_storeu_si512(out + c, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+        }
+      }
+#endif
+      for (; c < n; ++c) out[c] = word(a[c * stride], pair ? b[c * stride] : T(0.0f));
+      for (; c < width; ++c) out[c] = 0;
+    }
+  } else {
+    for (int64_t r = 0; r < rows; ++r) {
+      float* out = dst + r * width;
+      pack_row<false>(src + r * row, stride, n, out);
+      for (int64_t c = n; c < width; ++c) out[c] = 0.0f;
+    }
+  }
+}
+
+// Rows [rows, n] as the right operand whose summed axis is n: [words(n), TILE].  `scratch` holds TILE * words(n).
+template <bool DOT, class T>
+inline void pack_right_transposed(const T* src, int64_t row, int64_t stride, int64_t rows, int64_t n, float* dst,
+                                  float* scratch) {
+  const int64_t k = words<DOT>(n);
+  for (int64_t r = 0; r < rows; ++r) pack_row<DOT>(src + r * row, stride, n, scratch + r * k);
+  transpose(scratch, k, rows, k, dst);
+}
+
+// Probabilities or their gradients, as left operands.  Rows: [rows, words(TILE)].
+template <bool DOT>
+inline void pack_left(const float* tile, int64_t rows, float* out) {
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && !defined(SDPA_REWRITE_NO_DOT)
+  if constexpr (DOT) {
+    for (int64_t k = 0; k < rows * TILE; k += 32) {
+      const __m512bh x = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(tile + k + 16), _mm512_loadu_ps(tile + k));
+      _mm512_storeu_si512(out + k / 2, (__m512i)x);
+    }
+  }
+#endif
+}
+
+// The same, transposed: pairs are neighbours along the rows: [words(rows), TILE].
+template <bool DOT>
+inline void pack_left_transposed(const float* tile, int64_t rows, float* out) {
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && !defined(SDPA_REWRITE_NO_DOT)
+  if constexpr (DOT) {
+    for (int64_t r = 0; r < rows; r += 2) {
+      for (int64_t c = 0; c < TILE; c += 16) {
+        const __m256bh a = _mm512_cvtneps_pbh(_mm512_loadu_ps(tile + r * TILE + c));
+        const __m512i low = _mm512_cvtepu16_epi32((__m256i)a);
+        __m512i high = _mm512_setzero_si512();
+        if (r + 1 < rows) {
+          high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(tile + (r + 1) * TILE + c)));
+        }
+        _mm512_storeu_si512(out + r / 2 * TILE + c, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+      }
+    }
+  }
+#endif
+}
+
+} // namespace sdpa_rewrite

@@ -1,0 +1,188 @@
+// Vectors of float, of the width that the instruction set has, and the functions of them that attention needs.
+
+#include <ATen/cpu/vec/vec.h>
+#include <cstring>
+
+namespace sdpa_rewrite {
+
+using at::vec::Vectorized;
+using V = Vectorized<float>;
+constexpr int W = V::size();
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && !defined(SDPA_REWRITE_NO_DOT)
+constexpr bool HAS_DOT = true; // dot products of pairs of bfloat16, accumulated in float
+#else
+constexpr bool HAS_DOT = false;
+#endif
+
+inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+// c + a * b; of words that hold two bfloat16 each: c + a0 * b0 + a1 * b1.
+template <bool DOT>
+inline V fma(V a, V b, V c) {
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && !defined(SDPA_REWRITE_NO_DOT)
+  if constexpr (DOT) {
+    return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
+  }
+#endif
+  return at::vec::fmadd(a, b, c);
+}
+
+// e**x for x <= 0 or little above.  0 for -infinity, NaN for NaN.
+// Cody and Waite's reduction, a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2].
+inline V exponential(V x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512 low = _mm512_set1_ps(-110.0f);
+  const __m512 y = _mm512_max_ps(low, x); // the second operand when one is NaN
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(y, _mm512_set1_ps(1.44269504088896341f)), 8);
+  __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), y);
+  f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), f);
+  __m512 p = _mm512_set1_ps(1.38888889e-3f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(8.33333333e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(4.16666667e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.66666667e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.5f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, n);
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256 low = _mm256_set1_ps(-87.3f);
+  const __m256 y = _mm256_max_ps(low, x);
+  const __m256 n = _mm256_round_ps(_mm256_mul_ps(y, _mm256_set1_ps(1.44269504088896341f)), 8);
+  __m256 f = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), y);
+  f = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), f);
+  __m256 p = _mm256_set1_ps(1.38888889e-3f);
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(8.33333333e-3f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(4.16666667e-2f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.66666667e-1f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.5f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0f));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0f));
+  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  p = _mm256_mul_ps(p, _mm256_castsi256_ps(power));
+  return _mm256_andnot_ps(_mm256_cmp_ps(x, low, _CMP_LT_OQ), p);
+#else
+  return x.exp();
+#endif
+}
+
+inline float largest(V x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_reduce_max_ps(x);
+#else
+  float lanes[W], out;
+  x.store(lanes);
+  out = lanes[0];
+  for (int k = 1; k < W; ++k) out = lanes[k] > out ? lanes[k] : out;
+  return out;
+#endif
+}
+
+inline float total(V x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_reduce_add_ps(x);
+#else
+  float lanes[W], out = 0;
+  x.store(lanes);
+  for (int k = 0; k < W; ++k) out += lanes[k];
+  return out;
+#endif
+}
+
+inline V larger(V a, V b) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_max_ps(a, b);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_max_ps(a, b);
+#else
+  return at::vec::maximum(a, b);
+#endif
+}
+
+template <class T>
+inline float to_float(T x) { return static_cast<float>(x); }
+
+// dst[0:n] = float(src[0:n])
+template <class T>
+inline void convert(const T* src, float* dst, int64_t n) {
+  int64_t k = 0;
+  if constexpr (std::is_same_v<T, float>) {
+    for (; k + W <= n; k += W) V::loadu(src + k).store(dst + k);
+  } else {
+    constexpr int64_t N = Vectorized<T>::size();
+    for (; k + N <= n; k += N) {
+      auto [a, b] = at::vec::convert_to_float<T>(Vectorized<T>::loadu(src + k));
+      a.store(dst + k);
+      b.store(dst + k + W);
+    }
+  }
+  for (; k < n; ++k) dst[k] = to_float(src[k]);
+}
+
+// dst[0:n] = T(src[0:n] * factor)
+template <class T>
+inline void scaled(const float* src, T* dst, int64_t n, float factor) {
+  const V f(factor);
+  int64_t k = 0;
+  if constexpr (std::is_same_v<T, float>) {
+    for (; k + W <= n; k += W) (V::loadu(src + k) * f).store(dst + k);
+  } else {
+    constexpr int64_t N = Vectorized<T>::size();
+    for (; k + N <= n; k += N) {
+      at::vec::convert_from_float<T>(V::loadu(src + k) * f, V::loadu(src + k + W) * f).store(dst + k);
+    }
+  }
+  for (; k < n; ++k) dst[k] = static_cast<T>(src[k] * factor);
+}
+
+inline uint32_t word(c10::BFloat16 low, c10::BFloat16 high) { return (uint32_t(high.x) << 16) | low.x; }
+
+// Uniform numbers of Inductor's generator, Philox 4x32-10 (Salmon et al., 2011), at dst.size() consecutive offsets.
+inline void uniform(float* dst, uint32_t seed, uint32_t offset, int64_t n) {
+  int64_t k = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512i m0 = _mm512_set1_epi64(0xD2511F53), m1 = _mm512_set1_epi64(0xCD9E8D57);
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (; k + 16 <= n; k += 16) {
+    __m512i c0 = _mm512_add_epi32(_mm512_set1_epi32(offset + uint32_t(k)), lanes);
+    __m512i c1 = _mm512_setzero_si512(), c2 = c1, c3 = c1;
+    uint32_t k0 = seed, k1 = 0;
+    for (int round = 0; round < 10; ++round) {
+      const __m512i a = _mm512_mul_epu32(c0, m0), b = _mm512_mul_epu32(_mm512_srli_epi64(c0, 32), m0);
+      const __m512i c = _mm512_mul_epu32(c2, m1), d = _mm512_mul_epu32(_mm512_srli_epi64(c2, 32), m1);
+      const __m512i low0 = _mm512_mask_blend_epi32(0xAAAA, a, _mm512_slli_epi64(b, 32));
+      const __m512i high0 = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(a, 32), b);
+      const __m512i low1 = _mm512_mask_blend_epi32(0xAAAA, c, _mm512_slli_epi64(d, 32));
+      const __m512i high1 = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(c, 32), d);
+      c0 = _mm512_ternarylogic_epi32(high1, c1, _mm512_set1_epi32(k0), 0x96);
+      c2 = _mm512_ternarylogic_epi32(high0, c3, _mm512_set1_epi32(k1), 0x96);
+      c1 = low1;
+      c3 = low0;
+      k0 += 0x9E3779B9;
+      k1 += 0xBB67AE85;
+    }
+    const __m512 x = _mm512_cvtepi32_ps(_mm512_and_si512(c0, _mm512_set1_epi32(0x7FFFFFFF)));
+    _mm512_storeu_ps(dst + k, _mm512_mul_ps(x, _mm512_set1_ps(4.6566127342e-10f)));
+  }
+#endif
+  for (; k < n; ++k) dst[k] = normalized_rand_cpu(seed, offset + uint32_t(k));
+}
+
+// Aligned memory of one thread.
+class Workspace {
+ public:
+  explicit Workspace(int64_t floats) : data_(new float[floats + 32]), at_(aligned(data_.get())) {}
+  float* take(int64_t floats) {
+    float* out = at_;
+    at_ += round_up(floats, 16);
+    return out;
+  }
+
+ private:
+  static float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
+  std::unique_ptr<float[]> data_;
+  float* at_;
+};
+
+} // namespace sdpa_rewrite
