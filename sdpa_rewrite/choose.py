@@ -5,10 +5,11 @@ from __future__ import annotations
 from sdpa_rewrite import config
 from sdpa_rewrite.emit.base import Emitter
 from sdpa_rewrite.emit.flex import Flex
+from sdpa_rewrite.emit.fused import Fused
 from sdpa_rewrite.emit.sdpa import SDPA
 from sdpa_rewrite.site import Site
 
-EMITTERS: dict[str, Emitter] = {e.name: e for e in (SDPA(), Flex())}
+EMITTERS: dict[str, Emitter] = {e.name: e for e in (Fused(), SDPA(), Flex())}
 
 
 def choose(site: Site) -> tuple[Emitter | None, dict[str, list[str]]]:

@@ -64,8 +64,12 @@ disabled_forms: tuple[str, ...] = _names("SDPA_REWRITE_DISABLED_FORMS")
 # Patterns that are registered but shall not be used, by name.  SDPA_REWRITE_DISABLED_PATTERNS, separated by commas.
 disabled_patterns: tuple[str, ...] = _names("SDPA_REWRITE_DISABLED_PATTERNS")
 
+# Attention that is a call of ATen's CPU kernel already (F.scaled_dot_product_attention) goes to our own kernels too.
+# SDPA_REWRITE_UPGRADE_CALLS.
+upgrade_calls: bool = _flag("SDPA_REWRITE_UPGRADE_CALLS", True)
+
 # Emitters that may take a site, the one to be asked first in front.  SDPA_REWRITE_EMITTERS, separated by commas.
-emitters: tuple[str, ...] = _names("SDPA_REWRITE_EMITTERS", ("sdpa", "flex"))
+emitters: tuple[str, ...] = _names("SDPA_REWRITE_EMITTERS", ("fused", "sdpa", "flex"))
 
 # Print the log of the rewriting on stderr, from this level on ("debug", "info", "warning"; "1" is "info").
 # Read once, on import.  TORCH_LOGS="+sdpa_rewrite" does the same the torch way.  SDPA_REWRITE_LOG.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import sympy
+import torch
 from torch.fx import Node
 
 from sdpa_rewrite import config
@@ -132,5 +133,7 @@ def _hint(size: Size) -> int:
 def bytes_avoided(site: Site) -> int:
     """The N x N tensors of the unfused program that live at once: probabilities, and in training what is saved."""
     positions = math.prod(_hint(a.size) for a in (*site.batch, *site.rows, *site.columns))
+    if not isinstance(site.scores_node.meta["val"], torch.Tensor):
+        return 0  # a call that made none
     itemsize = site.scores_node.meta["val"].element_size()
     return int(positions * itemsize * (2 if site.training else 1))

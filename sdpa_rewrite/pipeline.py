@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch.fx
 from torch.fx import Node
 
 from sdpa_rewrite import analyse, config, match
 from sdpa_rewrite.authoring import naming, stage
-from sdpa_rewrite.choose import choose
+from sdpa_rewrite.calls import called_sites
+from sdpa_rewrite.choose import EMITTERS, choose
 from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.describe import bytes_avoided, disabled, drawn_mask, form_of
 from sdpa_rewrite.lift.ops import source_line
@@ -18,6 +20,8 @@ from sdpa_rewrite.rewrite import Memory, Refused, rewrite
 from sdpa_rewrite.site import Miss, Site
 from sdpa_rewrite.twins import Reading, carried_over
 
+FUSED = "fused"
+
 
 def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
     """Rewrite every attention of ``graph`` that is proved and that an emitter takes; tell what became of each.
@@ -25,16 +29,20 @@ def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
     Patterns come first.  All candidates that are left are judged on the graph as it is then, and the sites rewritten
     one by one.
     """
+    written = set(graph.nodes)
     taught = stage.apply(graph)
     order = {node: k for k, node in enumerate(graph.nodes)}
     analysis = Analysis(order)
     candidates = list(match.candidates(graph))
     verdicts = [(c, c.anchor.name, source_line(c.anchor), analysis.verdict(c)) for c in candidates]
-    operands = frozenset(n for *_, verdict in verdicts if isinstance(verdict, Site) for n in verdict.operands)
-    memory = Memory(operands)
+    # not the calls of a pattern's replacement: its author chose them
+    calls = [site for site in _calls(graph) if site.scores_node in written]
+    sites = [*calls, *(verdict for *_, verdict in verdicts if isinstance(verdict, Site))]
+    memory = Memory(frozenset(n for site in sites for n in site.operands))
     known = {n for c in candidates for n in (c.anchor, c.product)}
     elsewhere = taught.declined_elsewhere(known) + taught.refuted_elsewhere(known)
     nearest = [taught.nearest(c.anchor, c.product) for c in candidates]
+    upgraded = [o for site in calls for o in _upgraded(graph, site, order, memory)]
     outcomes = [
         _rewritten(graph, verdict, order, memory, name, source)
         if isinstance(verdict, Site)
@@ -45,7 +53,12 @@ def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
         _with_patterns(outcome, taught.declining(c.anchor), near)
         for c, outcome, near in zip(candidates, outcomes, nearest, strict=True)
     )
-    return (*taught.outcomes, *elsewhere, *told)
+    return (*taught.outcomes, *elsewhere, *upgraded, *told)
+
+
+def _calls(graph: torch.fx.Graph) -> Iterator[Site]:
+    if config.upgrade_calls and FUSED in config.emitters:
+        yield from called_sites(graph)
 
 
 def _with_patterns(outcome: Outcome, declined: Outcome | None, nearest: str) -> Outcome:
@@ -94,6 +107,15 @@ def _named(form: Form, site: Site) -> Form:
         if config.strict:
             raise
         return form
+
+
+def _upgraded(graph: torch.fx.Graph, site: Site, order: dict[Node, int], memory: Memory) -> Iterator[Outcome]:
+    """What became of an attention that is a call already; nothing to tell where it stays what it was."""
+    if EMITTERS[FUSED].reasons_against(site):
+        return
+    name, source = site.scores_node.name, source_line(site.scores_node)
+    with config.patch(emitters=(FUSED,)):
+        yield _rewritten(graph, site, order, memory, name, source)
 
 
 def _rewritten(

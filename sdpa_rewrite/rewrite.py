@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from sdpa_rewrite import config, verify
+from sdpa_rewrite import config, seeds, verify
 from sdpa_rewrite.algebra.axes import Irregular, Refine, shape_of
 from sdpa_rewrite.algebra.term import subterms
 from sdpa_rewrite.emit.arrange import Sizes, Unavailable, arrange, restrided, same_strides
@@ -122,6 +122,8 @@ def rewrite(
     # From here on the graph computes the new values; what is left to do cannot fail.
     for node in dead:
         graph.erase_node(node)
+    for node in splice.added:
+        seeds.draw(graph, node)
     memory.replaced.update((old.node, new) for old, new in zip(traced.results, outputs, strict=True))
     order.update((new, order[before]) for new, before in splice.added.items())
     return list(splice.added)
@@ -150,8 +152,9 @@ def trace(
     site: Site, emitter: Emitter, result: Operand, gradients: tuple[Gradient, ...], graph: Graph, memory: Memory
 ) -> Traced:
     """The replacement, forward and backward, as a graph over the tensors of the site's operands."""
-    roles: dict[str, Operand] = {"query": site.query, "key": site.key, "value": site.value}
-    roles |= {c.name: c.operand for c in site.captures}
+    read = emitter.prepared(site)
+    roles: dict[str, Operand] = {"query": read.query, "key": read.key, "value": read.value}
+    roles |= {c.name: c.operand for c in read.captures}
     numbers = _numbers(site, graph)
     nodes = [o.node for o in roles.values()]
     if gradients:
@@ -173,8 +176,9 @@ def trace(
         sizes = Sizes([(tensors[r], o.dims) for r, o in roles.items()], symbols)
         with torch.enable_grad():
             leaves = {r: x.detach().requires_grad_(r in wanted) for r, x in tensors.items()} if wanted else tensors
-            out, dims = emitter.emit(site, Inputs({r: (leaves[r], o.dims) for r, o in roles.items()}, sizes))
-            final = restrided(arrange(out, dims, result.dims, sizes), result.node.meta["val"])
+            inputs = Inputs({r: (leaves[r], o.dims) for r, o in roles.items()}, sizes)
+            out, dims = emitter.emit(read.with_result(result), inputs)
+            final = laid(arrange(out, dims, result.dims, sizes), result.node)
             if not wanted:
                 return [final]
             assert site.cotangent is not None
@@ -208,7 +212,22 @@ def _gradient(gradient: Gradient, value: Tensor | None, role: Operand, sizes: Si
     like = gradient.result.node.meta["val"]
     if value is None:
         raise Refused(f"the replacement has no gradient for {gradient.role}")
-    return restrided(arrange(value, role.dims, gradient.result.dims, sizes).to(like.dtype), like)
+    return laid(arrange(value, role.dims, gradient.result.dims, sizes).to(like.dtype), gradient.result.node)
+
+
+def laid(x: Tensor, node: Node) -> Tensor:
+    """``x`` with the strides of ``node``, unless these are those of a part of a larger tensor and nobody minds."""
+    try:
+        return restrided(x, node.meta["val"])
+    except Unavailable:
+        if takes_any_strides(node):
+            return x
+        raise
+
+
+def takes_any_strides(node: Node) -> bool:
+    """Whether all that reads ``node`` computes the same from any strides, and chooses those of its result itself."""
+    return all(is_call(user) and opname(user) in ("sum", "mean", "amax") for user in node.users)
 
 
 def _decompositions() -> dict[Any, Any]:
@@ -332,7 +351,7 @@ def check(outputs: Iterable[Node], originals: Iterable[Operand]) -> None:
         ):
             if x != y:
                 raise Refused(f"the replacement of {old.node.name} has {what} {x} instead of {y}")
-        if not same_strides(a, b):
+        if not same_strides(a, b) and not takes_any_strides(old.node):
             raise Refused(f"the replacement of {old.node.name} has strides {a.stride()} instead of {b.stride()}")
 
 

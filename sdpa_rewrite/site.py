@@ -115,6 +115,11 @@ class Site:
             captures=tuple(replace(c, operand=operand) if c is capture else c for c in self.captures),
         )
 
+    def with_source(self, capture: Capture, node: Node) -> Site:
+        """The site that reads for ``capture`` a ``node`` of the same shape."""
+        read = replace(capture, operand=Operand(node, capture.operand.dims))
+        return replace(self, captures=tuple(read if c.name == capture.name else c for c in self.captures))
+
     def with_result(self, result: Operand) -> Site:
         """The site whose output is another tensor."""
         return replace(self, result=result)

@@ -71,7 +71,7 @@ def test_options_of_both(at_pass: list[dict[str, Any]]) -> None:
     run(options={"dropout": "any", "sdpa_rewrite.emitters": ("flex",), "max-autotune": True, "shape_padding": False})
     (here,) = at_pass
     assert (here["dropout"], here["emitters"], here["max_autotune"], here["pad"]) == ("any", ("flex",), True, False)
-    assert (config.dropout, config.emitters) == ("exact", ("sdpa", "flex"))
+    assert (config.dropout, config.emitters) == ("exact", ("fused", "sdpa", "flex"))
 
 
 def test_mode(at_pass: list[dict[str, Any]]) -> None:

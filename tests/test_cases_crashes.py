@@ -108,6 +108,8 @@ def test_C4_the_bias_alone_needs_a_gradient() -> None:
         return ((q @ k.transpose(-2, -1)) * 0.3 + m).softmax(-1) @ v
 
     told = same_as_eager(attention, *qkv(), torch.randn(4, 6, 6, requires_grad=True))
+    assert statuses(told) == ["fused"]
+    told = same_as_eager(attention, *qkv(), torch.randn(4, 6, 6, requires_grad=True), emitters=("sdpa",))
     assert statuses(told) == ["recognised"]
     assert "needs a gradient" in reasons(told)
 
@@ -162,11 +164,11 @@ def test_D1_eagers_own_mask_with_fallback_random() -> None:
 
 @pytest.mark.parametrize("policy", ["exact", "any"])
 def test_D1_the_mask_of_the_unfused_compiled_program(policy: str) -> None:
-    """No kernel on the CPU draws any mask yet: the compiled program is the unfused one, whatever the policy."""
+    """ATen draws none on the CPU: without our kernels the compiled program is the unfused one, whatever the policy."""
     q, k, v = qkv(grad=True)
     with report.collect() as told:
         torch.manual_seed(3)
-        ours = compiled(dropped, dropout=policy)(q, k, v)
+        ours = compiled(dropped, dropout=policy, emitters=("sdpa", "flex"))(q, k, v)
     assert statuses(told) == ["recognised"]
     assert "dropout" in reasons(told)
     torch._dynamo.reset()

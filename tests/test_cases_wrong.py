@@ -196,7 +196,7 @@ def test_W9_a_mask_that_multiplies_the_scores(grad: bool) -> None:
         return ((q @ k.transpose(-2, -1)) * 0.3 * m).softmax(-1) @ v
 
     told = same_as_eager(attention, *qkv(grad=grad), (torch.rand(6, 6) > 0.5).float())
-    assert statuses(told) == (["recognised"] if grad else ["fused"])
+    assert statuses(told) == ["fused"]
 
 
 @pytest.mark.parametrize("grad", [False, True])

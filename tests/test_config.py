@@ -18,19 +18,21 @@ def test_defaults() -> None:
     assert config.keep_torch_patterns is False
     assert config.disabled_forms == ()
     assert config.disabled_patterns == ()
-    assert config.emitters == ("sdpa", "flex")
+    assert config.emitters == ("fused", "sdpa", "flex")
     assert config.problems() == ()
 
 
 def test_names_are_the_options_and_nothing_else() -> None:
-    expected = "enabled strict verify dropout keep_torch_patterns disabled_forms disabled_patterns emitters log"
+    expected = (
+        "enabled strict verify dropout keep_torch_patterns disabled_forms disabled_patterns upgrade_calls emitters log"
+    )
     assert list(config.names()) == expected.split()
 
 
 def test_patch_restores() -> None:
     with config.patch(dropout="any", emitters=("flex",)):
         assert (config.dropout, config.emitters) == ("any", ("flex",))
-    assert (config.dropout, config.emitters) == ("exact", ("sdpa", "flex"))
+    assert (config.dropout, config.emitters) == ("exact", ("fused", "sdpa", "flex"))
 
 
 def test_an_unknown_option_is_an_error() -> None:
@@ -71,7 +73,7 @@ def test_environment(run_python: RunPython) -> None:
     done = run_python(script, **values)
     assert done.stdout.strip() == "True True False any True ('dropout', 'training') ('flex',)", done.stderr
     with_false = run_python(script, SDPA_REWRITE="0", SDPA_REWRITE_STRICT="false")
-    assert with_false.stdout.strip() == "False False True exact False () ('sdpa', 'flex')", with_false.stderr
+    assert with_false.stdout.strip() == "False False True exact False () ('fused', 'sdpa', 'flex')", with_false.stderr
 
 
 def value_in_another_thread(name: str) -> object:

@@ -15,8 +15,8 @@ ROOT = Path(sdpa_rewrite.__file__).parent
 ORDER = [
     *("outcome", "compat", "config", "cleanroom"),
     *("algebra", "site", "reference", "lift", "twins"),
-    *("candidates", "softmax", "match", "follow", "prove", "adjoint", "analyse"),
-    *("kernels", "emit", "choose", "verify", "rewrite", "describe", "authoring", "patterns", "pipeline"),
+    *("candidates", "softmax", "match", "follow", "prove", "adjoint", "analyse", "calls"),
+    *("kernels", "emit", "choose", "verify", "seeds", "rewrite", "describe", "authoring", "patterns", "pipeline"),
     *("report", "graph_pass", "hook", "backend", "explanation", "testing", "__init__"),
 ]
 

@@ -63,8 +63,6 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
     "top-k": (lambda s: s.masked_fill(s < s.topk(3, -1).values[..., -1:], -math.inf), lambda s: s.softmax(-1)),
     "convolution": (convolved, lambda s: s.softmax(-1)),
     "norm": (lambda s: F.layer_norm(s, s.shape[-1:]), lambda s: s.softmax(-1)),
-    "mask made of the scores": (lambda s: s.masked_fill(s < 0, -math.inf), lambda s: s.softmax(-1)),
-    "scores used twice": (lambda s: s + s.square() * 0.1, lambda s: s.softmax(-1)),
     "transposed": (same, lambda s: s.softmax(-1).transpose(-2, -1)),
     "sigmoid": (same, torch.sigmoid),
     "relu": (same, lambda s: s.relu() / (1e-3 + s.relu().sum(-1, keepdim=True))),
@@ -79,6 +77,21 @@ GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor
     "half detached": (lambda s: s + s.detach(), same),
     "straight through": (same, lambda p: (p > 0.2).to(p.dtype) + p - p.detach()),
 }
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("also", ["mask made of the scores", "scores used twice"])
+def test_any_function_of_the_scores_is_one_for_our_kernels(also: str, grad: bool) -> None:
+    changes = {
+        "mask made of the scores": lambda s: s.masked_fill(s < 0, -math.inf),
+        "scores used twice": lambda s: s + s.square() * 0.1,
+    }
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return changes[also](scores_of(q, k)).softmax(-1) @ v  # type: ignore[no-untyped-call, no-any-return]
+
+    assert statuses(same_as_eager(function, *qkv(grad=grad))) == ["fused"]
+    assert statuses(same_as_eager(function, *qkv(grad=grad), emitters=("sdpa",))) == ["recognised"]
 
 
 @pytest.mark.parametrize("grad", [False, True])

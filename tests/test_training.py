@@ -96,24 +96,32 @@ def kernels(gm: torch.fx.GraphModule) -> list[str]:
     return [n.removeprefix("_scaled_dot_product_") for n in names if "attention" in n]
 
 
-def test_a_checkpointed_attention_stays_recomputed() -> None:
+KERNELS = {
+    "sdpa": ("flash_attention_for_cpu", "flash_attention_for_cpu_backward"),
+    "fused": ("attention", "attention_backward"),
+}
+
+
+@pytest.mark.parametrize("emitter", KERNELS)
+def test_a_checkpointed_attention_stays_recomputed(emitter: str) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
         return checkpoint(attention, q * 2.0, k, v, m, use_reentrant=False) + q  # type: ignore[no-any-return]
 
     graphs: list[torch.fx.GraphModule] = []
     args = [torch.randn(2, 4, 6, 8, requires_grad=True) for _ in range(3)]
-    told = same_as_eager(function, *args, torch.randn(6, 6), keep=graphs)
+    told = same_as_eager(function, *args, torch.randn(6, 6), keep=graphs, emitters=(emitter,))
     assert statuses(told) == ["fused"]
     forward, backward = graphs
-    assert kernels(forward) == ["flash_attention_for_cpu"]
-    assert kernels(backward) == ["flash_attention_for_cpu", "flash_attention_for_cpu_backward"]
+    assert kernels(forward) == [KERNELS[emitter][0]]
+    assert kernels(backward) == list(KERNELS[emitter])
 
 
-def test_an_attention_that_is_not_checkpointed_is_saved() -> None:
+@pytest.mark.parametrize("emitter", KERNELS)
+def test_an_attention_that_is_not_checkpointed_is_saved(emitter: str) -> None:
     graphs: list[torch.fx.GraphModule] = []
     args = [torch.randn(2, 4, 6, 8, requires_grad=True) for _ in range(3)]
-    same_as_eager(attention, *args, torch.randn(6, 6), keep=graphs)
-    assert [kernels(g) for g in graphs] == [["flash_attention_for_cpu"], ["flash_attention_for_cpu_backward"]]
+    same_as_eager(attention, *args, torch.randn(6, 6), keep=graphs, emitters=(emitter,))
+    assert [kernels(g) for g in graphs] == [[k] for k in KERNELS[emitter]]
 
 
 def test_the_new_nodes_say_where_they_come_from() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdpa_rewrite import adjoint, analyse, match, pipeline, prove, report, rewrite
-from sdpa_rewrite.emit import sdpa
+from sdpa_rewrite.emit import fused
 from sdpa_rewrite.outcome import Outcome
 from tests.harness import compiled
 
@@ -22,9 +22,9 @@ STAGES: list[tuple[Any, str]] = [
     (prove, "forward"),
     (pipeline, "form_of"),
     (pipeline, "choose"),
-    (sdpa.SDPA, "reasons_against"),
+    (fused.Fused, "reasons_against"),
     (pipeline, "bytes_avoided"),
-    (sdpa.SDPA, "emit"),
+    (fused.Fused, "emit"),
     (rewrite, "settled"),
     (rewrite, "trace"),
     (rewrite, "insert"),
@@ -134,13 +134,13 @@ def test_failing_late_in_the_commit_puts_the_first_moves_back(
 def test_a_refused_replacement_is_taken_out_again(
     graphs: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = sdpa.SDPA.emit
+    plain = fused.Fused.emit
 
-    def in_float64(self: sdpa.SDPA, site: Any, inputs: Any) -> Any:
+    def in_float64(self: fused.Fused, site: Any, inputs: Any) -> Any:
         out, dims = plain(self, site, inputs)
         return out.to(torch.float64), dims
 
-    monkeypatch.setattr(sdpa.SDPA, "emit", in_float64)
+    monkeypatch.setattr(fused.Fused, "emit", in_float64)
     with report.collect() as collected:
         run(compiled(attention))
     assert all(before == after for before, after in graphs)

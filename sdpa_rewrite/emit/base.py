@@ -45,19 +45,20 @@ class Emitter(Protocol):
     def reasons_against(self, site: Site) -> list[str]:
         """Why this emitter cannot take the site; empty when it can."""
 
+    def prepared(self, site: Site) -> Site:
+        """The site as this emitter reads it: a capture may be read from another node."""
+
     def emit(self, site: Site, inputs: Inputs) -> tuple[Tensor, Dims]:
         """The output of the site and its dimensions."""
 
 
 def dtype_of(operand: Operand) -> torch.dtype:
     """The type of an operand's tensor."""
-    """The type of an operand's tensor."""
     dtype: torch.dtype = operand.node.meta["val"].dtype
     return dtype
 
 
 def device_of(site: Site) -> torch.device:
-    """Where the site runs."""
     """The device that the site runs on."""
     device: torch.device = site.query.node.meta["val"].device
     return device
@@ -69,3 +70,13 @@ def compute_dtype(site: Site) -> torch.dtype:
     for operand in (site.query, site.key, site.value):
         dtype = torch.promote_types(dtype, dtype_of(operand))
     return dtype
+
+
+def inlines(target: object) -> bool:
+    """Whether Inductor has a pointwise lowering for ``target``, itself or by decomposition."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import fallbacks, lowerings
+
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return False
+    return (target in lowerings and target not in fallbacks) or target in select_decomp_table()

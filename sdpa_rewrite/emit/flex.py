@@ -21,7 +21,7 @@ from torch.fx import Node
 from sdpa_rewrite.algebra.axes import Dims, product, same_size
 from sdpa_rewrite.algebra.term import Term, contains, subterms
 from sdpa_rewrite.emit import flex_call
-from sdpa_rewrite.emit.base import Inputs, compute_dtype, device_of, dtype_of
+from sdpa_rewrite.emit.base import Inputs, compute_dtype, device_of, dtype_of, inlines
 from sdpa_rewrite.emit.buffer_op import buffer
 from sdpa_rewrite.emit.dropout import dropout_rate
 from sdpa_rewrite.emit.emptiness import Unclear, empty_row
@@ -51,6 +51,10 @@ class Flex:
             return [f"FlexAttention has no kernel for {kind}"]
         reasons = [*_type_reasons(site), *_program_reasons(site)]
         return reasons + (_cpu_reasons(site) if kind == "cpu" else _gpu_reasons(site))
+
+    def prepared(self, site: Site) -> Site:
+        """As it is."""
+        return site
 
     def emit(self, site: Site, inputs: Inputs) -> tuple[Tensor, Dims]:
         """Call the kernel; the output has the dimensions batch, heads, rows, width."""
@@ -181,21 +185,11 @@ def _program_reasons(site: Site) -> list[str]:
         what = "by a weight program" if dropout_rate(site) is None else "by dropout"
         reasons.append(f"the probabilities are changed after the softmax ({what})")
     for term in dict.fromkeys(t for program in _programs(site) for t in subterms(program)):
-        if term.op == "apply" and not _inlines(term.attr[0]):
+        if term.op == "apply" and not inlines(term.attr[0]):
             reasons.append(f"the score program applies {term.attr[0]}, which a kernel cannot inline")
         elif term.op not in ("apply", "hole", "number", "index", "float", *SCALAR):
             reasons.append(f"the score program is not pointwise: {term.op}")
     return reasons
-
-
-def _inlines(target: object) -> bool:
-    """Whether Inductor has a pointwise lowering for ``target``, itself or by decomposition."""
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.lowering import fallbacks, lowerings
-
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
-        return False
-    return (target in lowerings and target not in fallbacks) or target in select_decomp_table()
 
 
 def _cpu_reasons(site: Site) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sdpa_rewrite.algebra.axes import Atom, Dim
+from sdpa_rewrite.algebra.axes import Atom, Dim, Dims
 from sdpa_rewrite.emit.arrange import RealWorld
 from sdpa_rewrite.site import Site
 
@@ -46,7 +46,11 @@ def heads_of(site: Site, varying: frozenset[Atom] = frozenset()) -> Heads:
 
 def grouped(site: Site, heads: Heads, x: Tensor, world: RealWorld) -> Tensor:
     """Over all axes -> (batch, heads, rows, columns), each of size one where ``x`` does not vary."""
-    groups: list[Dim] = [heads.batch, heads.heads, site.rows, site.columns]
+    return in_groups((heads.batch, heads.heads, site.rows, site.columns), x, world)
+
+
+def in_groups(groups: Dims, x: Tensor, world: RealWorld) -> Tensor:
+    """Over all axes, in the order of ``groups`` -> one dimension a group, of size one where ``x`` does not vary."""
     x = x.reshape([1] * (len(world.order) - x.dim()) + list(x.shape))
     full: list[int] = []
     shape: list[int] = []

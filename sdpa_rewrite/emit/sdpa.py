@@ -42,6 +42,10 @@ class SDPA:
             reasons.append(f"no SDPA kernel for {device_of(site).type}")
         return reasons
 
+    def prepared(self, site: Site) -> Site:
+        """As it is."""
+        return site
+
     def emit(self, site: Site, inputs: Inputs) -> tuple[Tensor, Dims]:
         """Call the kernel; the output has the dimensions batch, heads, rows, width."""
         form = affine(site)

@@ -49,4 +49,4 @@ def test_attention_in_a_replacement_is_fused_in_turn() -> None:
     q, k, v, g = forms.tensors(grad=True)
     with patterns.scope(forms.gated):
         told = same_as_eager(forms.plain, q, k, v.repeat(1, 1, 1, 2), g.repeat(1, 1, 1, 2))
-    assert [o.emitter for o in told.sites] == ["pattern gated", "sdpa"]
+    assert [o.emitter for o in told.sites] == ["pattern gated", "fused"]

@@ -1,0 +1,242 @@
+"""The ``fused`` emitter: our own kernels, emitted by Inductor in C++, forward and backward.
+
+Any pointwise score program and any factor of the probabilities, dropout included; key and value are read where they
+lie, captures through the axes that they have.  A sink and a factor per row are put on the output by way of the rows'
+statistics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sdpa_rewrite.algebra.axes import Dims, atoms_of, product, same_size
+from sdpa_rewrite.algebra.interpret import evaluate
+from sdpa_rewrite.algebra.term import Term, Terms, contains, subterms
+from sdpa_rewrite.emit.base import Inputs, compute_dtype, device_of, dtype_of, inlines
+from sdpa_rewrite.emit.heads import Heads, heads_of, in_groups
+from sdpa_rewrite.emit.programs import SCALAR, Programs, drawn
+from sdpa_rewrite.emit.rows import logit_dtype, row_factor
+from sdpa_rewrite.emit.visible import visibility
+from sdpa_rewrite.kernels.cpu import lowering as cpu_lowering
+from sdpa_rewrite.kernels.op import differentiable_attention
+from sdpa_rewrite.kernels.spec import Spec, name_of
+from sdpa_rewrite.site import Site
+
+INFINITY = float("inf")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ROLES = frozenset({"query", "key", "value"})
+
+
+class Fused:
+    """Our own kernels."""
+
+    name = "fused"
+
+    def reasons_against(self, site: Site) -> list[str]:
+        """Why our kernels cannot take the site."""
+        kind = device_of(site).type
+        if kind != "cpu":
+            return [f"our kernels are for CPU, not for {kind}"]
+        return [*_type_reasons(site), *_program_reasons(site)]
+
+    def prepared(self, site: Site) -> Site:
+        """Dropout is read from its random numbers, which the kernel can draw itself, and not from the mask."""
+        for capture in site.captures:
+            draw = drawn(capture)
+            if draw is not None and draw.numbers.meta["val"].shape == capture.operand.node.meta["val"].shape:
+                site = site.with_source(capture, draw.numbers)
+        return site
+
+    def emit(self, site: Site, inputs: Inputs) -> tuple[Tensor, Dims]:
+        """Call the operator; the output has the dimensions batch, heads of the keys, group, rows, width."""
+        heads = heads_of(site)
+        dims = (heads.batch, heads.shared, heads.group, site.rows, site.width)
+        dtype = compute_dtype(site)
+        q = inputs.arranged("query", [*dims[:4], site.depth]).to(dtype)
+        k = inputs.arranged("key", [heads.batch, heads.shared, site.columns, site.depth]).to(dtype)
+        v = inputs.arranged("value", [heads.batch, heads.shared, site.columns, site.width]).to(dtype)
+        cpu_lowering.register()
+        programs, numbers, spec = _programs(site, inputs, heads)
+        spec = dataclasses.replace(spec, dtype=name_of(dtype), order=_order(site, dims))
+        out, maximum, total = differentiable_attention(q, k, v, tuple(programs.captures), numbers, spec)
+        share = _row_share(site, inputs, dims[:4], maximum, total)
+        if share is not None:
+            out = (out * share[..., None]).to(out.dtype)
+        return out.to(dtype_of(site.result)), dims
+
+
+def _programs(site: Site, inputs: Inputs, heads: Heads) -> tuple[Programs, tuple[Any, ...], Spec]:
+    """The programs of the call, its numbers and its static part."""
+    learned = frozenset(g.role for g in site.gradients) - ROLES
+    programs = Programs(site, heads, inputs, logit_dtype(inputs), learned)
+    hole = site.terms.hole("score", site.scores_axes)
+    score, scale = split_scale(site)
+    seen = visibility(site, score, learned)
+    numbers = [inputs.sizes.of(a.size) for a in programs.axes]
+    parts: dict[str, Any] = {}
+    if score is not hole:
+        parts["score"] = programs.add_of_score(score)
+        parts["score_backward"] = programs.add_backward(score) if site.training else None
+    if seen.hides and seen.bare is not hole:
+        parts["bare"] = programs.add_of_score(seen.bare)
+        parts["bare_backward"] = programs.add_backward(seen.bare) if site.training else None
+    factor = weight_factor(site)
+    if factor is not None and row_factor(site) is None:
+        parts["factor"] = programs.add(factor)
+    if seen.code is not None:
+        parts["visible"] = programs.add(seen.code)
+    for name, bound in (("low", seen.low), ("high", seen.high)):
+        if bound is not None:
+            parts[name] = len(numbers)
+            numbers.append(inputs.sizes.of(int(bound) if bound.is_Integer else bound))
+    spec = Spec(
+        split=tuple(map(len, programs.groups)),
+        inputs=tuple(programs.inputs),
+        learned=tuple(programs.learned_inputs),
+        scale=scale,
+        safe=site.softmax == "safe" or site.sink is not None,
+        floor=seen.floor,
+        **parts,
+    )
+    return programs, tuple(numbers), spec
+
+
+def split_scale(site: Site) -> tuple[Term, float]:
+    """The score program without the number that the score is multiplied by first, and that number."""
+    hole = site.terms.hole("score", site.scores_axes)
+    users = [t for t in subterms(site.score) if hole in t.args]
+    if len(users) != 1 or users[0].op != "mul":
+        return site.score, 1.0
+    factor = next((a for a in users[0].args if a is not hole), hole)
+    if factor.op != "number" or not isinstance(factor.attr, (int, float)) or not math.isfinite(factor.attr):
+        return site.score, 1.0
+    return site.terms.substitute(site.score, {users[0]: hole}), float(factor.attr)
+
+
+def weight_factor(site: Site) -> Term | None:
+    """What the weight program multiplies a probability by; None where it does anything else."""
+    return _linear(site.terms, site.weight, site.terms.hole("probability", site.scores_axes))
+
+
+def _linear(terms: Terms, term: Term, hole: Term) -> Term | None:
+    if term is hole:
+        return terms.number(1.0)
+    inner = [k for k, a in enumerate(term.args) if contains(a, hole)]
+    if len(inner) != 1:
+        return None
+    rest = _linear(terms, term.args[inner[0]], hole)
+    if rest is None:
+        return None
+    args = [rest if k == inner[0] else a for k, a in enumerate(term.args)]
+    if term.op == "mul" or (term.op == "div" and inner == [0]):
+        return terms.call(term.op, *args)
+    if term.op == "where" and inner[0] > 0:
+        other = term.args[3 - inner[0]]
+        if other.op == "number" and other.attr == 0:
+            return terms.call("where", *args)
+    return None
+
+
+def _order(site: Site, dims: Dims) -> tuple[int, ...]:
+    """The order of the output's dimensions in memory: that of the result, so that it need not be copied."""
+    value = site.result.node.meta["val"]
+    strides = value.stride()
+    if not all(isinstance(s, int) for s in strides):
+        places = range(len(strides))  # symbolic: as the dimensions come
+    else:
+        places = sorted(range(len(strides)), key=lambda k: -strides[k])  # type: ignore[assignment]
+    wanted = [a for k in places for a in site.result.dims[k]]
+    found: list[int] = []
+    at = 0
+    while at < len(wanted):
+        dim = next(
+            (k for k, d in enumerate(dims) if d and k not in found and tuple(wanted[at : at + len(d)]) == d), None
+        )
+        if dim is None:
+            return (0, 1, 2, 3, 4)
+        found.append(dim)
+        at += len(dims[dim])
+    empty = [k for k in range(5) if k not in found]
+    order = (*empty, *found)
+    return order if order[-1] == 4 else (0, 1, 2, 3, 4)
+
+
+def _row_share(site: Site, inputs: Inputs, dims: Dims, maximum: Tensor, total: Tensor) -> Tensor | None:
+    """What the rows of the output are multiplied by: their part beside the sink, and a weight that all keys share."""
+    share: Tensor | None = None
+    if site.sink is not None:
+        empty = maximum == -INFINITY
+        logsumexp = torch.where(empty, -INFINITY, maximum + torch.where(empty, 1.0, total).log())
+        share = torch.sigmoid(logsumexp - _per_row(site, inputs, dims, site.sink))
+        if site.softmax == "safe":
+            share = torch.where(empty, 0.0, share)
+    factor = row_factor(site)
+    if factor is not None and factor is not site.terms.number(1.0):
+        rows = _per_row(site, inputs, dims, factor)
+        share = rows if share is None else share * rows
+    return share
+
+
+def _per_row(site: Site, inputs: Inputs, dims: Dims, term: Term) -> Tensor:
+    """A term that does not vary along the columns, as (batch, heads, group, rows), of size one where it is constant."""
+    groups = (*dims, site.columns)
+    world = inputs.world(site, list(atoms_of(groups)), logit_dtype(inputs))
+    return in_groups(groups, evaluate(term, world), world)[..., 0]
+
+
+# -- reasons -------------------------------------------------------------------------------------------------
+
+
+def _type_reasons(site: Site) -> list[str]:
+    reasons = []
+    if compute_dtype(site) not in FLOATS:
+        reasons.append(f"our kernels do not compute in {compute_dtype(site)}")
+    sizes = [*(a.size for a in site.batch), *(product(d) for d in (site.rows, site.columns, site.depth, site.width))]
+    if any(same_size(n, 0) for n in sizes):
+        reasons.append("an empty dimension")
+    return reasons
+
+
+def _program_reasons(site: Site) -> list[str]:
+    reasons = []
+    factor = weight_factor(site)
+    if factor is None:
+        reasons.append("the probabilities are not only multiplied after the softmax")
+    inner = [site.score] if factor is None or row_factor(site) is not None else [site.score, factor]
+    for term in dict.fromkeys(t for program in inner for t in subterms(program)):
+        if term.op == "apply" and not inlines(term.attr[0]):
+            reasons.append(f"the program applies {term.attr[0]}, which a kernel cannot inline")
+        elif term.op not in ("apply", "hole", "number", "index", "float", *SCALAR):
+            reasons.append(f"the program is not pointwise: {term.op}")
+    learned = {g.role for g in site.gradients} - ROLES
+    if factor is not None and row_factor(site) is None:
+        if any(t.op == "hole" and t.attr in learned for t in subterms(factor)):
+            reasons.append("what the probabilities are multiplied by needs a gradient")
+        reasons += _random_reasons(site, factor)
+    if any(drawn(c) for c in site.captures if _reads(site.score, c.name)):
+        reasons.append("the score program draws random numbers")
+    return reasons
+
+
+def _reads(term: Term, name: str) -> bool:
+    return any(t.op == "hole" and t.attr == name for t in subterms(term))
+
+
+def _random_reasons(site: Site, factor: Term) -> list[str]:
+    """Dropout: the kernel draws what Inductor's generator draws, and there is no other generator it could follow."""
+    from torch._inductor import config as inductor
+
+    draws = [(c, d) for c in site.captures if _reads(factor, c.name) and (d := drawn(c)) is not None]
+    if draws and inductor.fallback_random:
+        return ["dropout with eager's generator (fallback_random), whose numbers depend on the order of drawing"]
+    reasons = []
+    for capture, draw in draws:
+        axes = [a for d in capture.operand.dims for a in d]
+        if set(axes) != set(site.scores_axes):
+            reasons.append(f"the random numbers of {draw.numbers.name} are not one per score")
+    return reasons

@@ -1,0 +1,132 @@
+"""The kernels on CPU as Inductor compiles them: right to rounding, the same dropout as unfused, the same bits again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.nn.functional import dropout, scaled_dot_product_attention
+
+from sdpa_rewrite import config, report
+from tests.harness import NOISE, compare
+
+pytestmark = pytest.mark.codegen
+INFINITY = float("inf")
+Function = Callable[..., Tensor]
+
+
+def capped_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    n, m = q.shape[-2], k.shape[-2]
+    scores = 5 * torch.tanh(q @ k.mT * 0.3 / 5)
+    return scores.masked_fill(torch.arange(m) > torch.arange(n)[:, None] + (m - n), -INFINITY).softmax(-1) @ v
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, temperature: Tensor, hidden: Tensor) -> Tensor:
+    scores = q @ k.mT * temperature.exp() + bias
+    return scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1) @ v
+
+
+def with_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return dropout((q @ k.mT * 0.3).softmax(-1), 0.25) @ v
+
+
+def own(tensors: Any) -> list[Tensor]:
+    return [x.detach().clone().requires_grad_() if x.is_floating_point() else x for x in tensors]
+
+
+def results(function: Function, tensors: Any) -> list[Tensor]:
+    """The output and the gradient of every float tensor."""
+    given = own(tensors)
+    torch.manual_seed(0)
+    out = function(*given)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, [x for x in given if x.requires_grad], cotangent)]
+
+
+def ours(function: Function, dynamic: bool = False) -> Function:
+    options = {"emitters": ("fused",), "strict": True}
+    return torch.compile(function, backend="sdpa_rewrite", dynamic=dynamic, options=options)  # type: ignore[arg-type]
+
+
+def check(compiled: Function, function: Function, tensors: list[Tensor]) -> None:
+    exact = results(function, [x.double() if x.is_floating_point() else x for x in tensors])
+    for k, (a, b, c) in enumerate(zip(results(compiled, tensors), results(function, tensors), exact, strict=True)):
+        text, _ = compare(a, b, c, NOISE[a.dtype])
+        assert not text, f"value {k}: {text}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_soft_cap_with_symbolic_shapes(dtype: torch.dtype) -> None:
+    compiled = ours(capped_causal, dynamic=True)
+    with report.collect() as collected:
+        for batch, heads, n, m, d, e in ((2, 3, 17, 33, 40, 24), (2, 2, 130, 200, 16, 70), (3, 2, 7, 1000, 80, 96)):
+            q, k, v = torch.randn(batch, heads, n, d), torch.randn(batch, heads, m, d), torch.randn(batch, heads, m, e)
+            check(compiled, capped_causal, [x.to(dtype) for x in (q, k, v)])
+    assert {o.emitter for o in collected.sites} == {"fused"}
+
+
+def test_learned_bias_and_temperature_beside_a_mask_with_a_full_row() -> None:
+    q, k, v = (torch.randn(2, 4, 100, 32) for _ in range(3))
+    hidden = torch.rand(2, 1, 100, 100) > 0.7
+    hidden[:, :, 3] = True
+    hidden[:, :, :, 64:] = True  # whole tiles
+    hidden[1, :, 70:, :64] = True
+    given = [q, k, v, torch.randn(4, 100, 100), torch.randn(4, 1, 1), hidden]
+    compiled = ours(biased)
+    check(compiled, biased, given)
+    first, again = results(compiled, given), results(compiled, given)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_is_that_of_the_unfused_program(dtype: torch.dtype) -> None:
+    q, k = (torch.randn(2, 3, 90, 16, dtype=dtype) for _ in range(2))
+    v = torch.eye(90, dtype=dtype).expand(2, 3, 90, 90)
+    unfused = results(torch.compile(with_dropout, dynamic=False), [q, k, v])
+    fused = results(ours(with_dropout), [q, k, v])
+    assert torch.equal(unfused[0] == 0, fused[0] == 0)
+    assert 0.2 < (fused[0] == 0).float().mean().item() < 0.3
+    for a, b in zip(fused, unfused, strict=True):
+        torch.testing.assert_close(
+            a, b, **({"atol": 2e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.05})
+        )
+
+
+@pytest.mark.parametrize("isa", ["avx2", "default"])
+def test_other_instruction_sets(isa: str) -> None:
+    """AVX2, and what any CPU with a C++ compiler takes."""
+    with inductor.patch({"cpp.simdlen": {"avx2": 256, "default": 1}[isa], "cpp.march": None}):
+        q, k, v = (torch.randn(1, 2, 75, 24) for _ in range(3))
+        check(ours(capped_causal), capped_causal, [q, k, v])
+
+
+@torch.no_grad()
+def test_one_thread_and_two_and_one_query_for_long_keys() -> None:
+    compiled = ours(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
+    q, k, v = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 3000, 64), torch.randn(1, 2, 3000, 64)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            torch.testing.assert_close(compiled(q, k, v), scaled_dot_product_attention(q, k, v, scale=1.0))
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def test_layers_that_are_alike_share_a_kernel() -> None:
+    def two(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ ((q @ k.mT).softmax(-1) @ v).mT).softmax(-1) @ v
+
+    with config.patch(emitters=("fused",), strict=True):
+        _, (code,) = run_and_get_code(
+            torch.compile(two, backend="sdpa_rewrite", dynamic=False), *(torch.randn(1, 2, 50, 16) for _ in range(3))
+        )
+    assert len(re.findall(r"= async_compile.cpp_pybinding\([^\n]*\n[^\n]*\n#include <numeric>", code)) <= 1
+    assert len(re.findall(r"^ +cpp_fused_attention_\w+\(", code, re.M)) == 2
