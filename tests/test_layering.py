@@ -18,6 +18,7 @@ ORDER = [
     *("candidates", "softmax", "match", "follow", "prove", "adjoint", "analyse", "calls"),
     *("kernels", "emit", "choose", "verify", "seeds", "rewrite", "describe", "authoring", "patterns", "pipeline"),
     *("report", "graph_pass", "hook", "backend", "explanation", "testing", "__init__"),
+    *("bench", "__main__"),
 ]
 
 

@@ -169,6 +169,21 @@ inline void uniform(float* dst, uint32_t seed, uint32_t offset, int64_t n) {
   for (; k < n; ++k) dst[k] = normalized_rand_cpu(seed, offset + uint32_t(k));
 }
 
+#if defined(__SANITIZE_ADDRESS__)
+// Each part is an allocation of its own, so that a step from one into the next is found.
+class Workspace {
+ public:
+  explicit Workspace(int64_t) {}
+  float* take(int64_t floats) {
+    const std::align_val_t line{64};
+    parts_.emplace_back(new (line) float[round_up(floats, 16)], [line](float* p) { ::operator delete[](p, line); });
+    return parts_.back().get();
+  }
+
+ private:
+  std::vector<std::shared_ptr<float>> parts_;
+};
+#else
 // Aligned memory of one thread.
 class Workspace {
  public:
@@ -184,5 +199,6 @@ class Workspace {
   std::unique_ptr<float[]> data_;
   float* at_;
 };
+#endif
 
 } // namespace sdpa_rewrite

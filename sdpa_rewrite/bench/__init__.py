@@ -1,0 +1,1 @@
+"""Benchmarks: attention written by hand, stock and rewritten, beside the calls that do the same."""

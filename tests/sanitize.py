@@ -1,0 +1,352 @@
+"""Run the emitted C++ kernels under the address and undefined-behaviour sanitizers.
+
+python -m tests.sanitize                      # the whole sweep: minutes, most of them spent in the C++ compiler
+python -m tests.sanitize --isa portable --forms "dropout,learned bias"
+
+The sweep runs in a child process in which the sanitizers' runtime is loaded first and everything that Inductor
+compiles is instrumented.  Symbolic shapes let one kernel see many sizes.  Each run begins with a kernel that reads
+past its input on purpose: a sanitizer that stays silent then is not at work.  Linux with GCC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from sdpa_rewrite import report
+
+Function = Callable[..., Tensor]
+Size = tuple[int, int, int, int, int, int]
+INFINITY = float("inf")
+RECOVER = ["fsanitize=address,undefined", "fsanitize-recover=address,undefined"]
+ENVIRONMENT = {
+    "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=0:verify_asan_link_order=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "OMP_NUM_THREADS": "2",
+}
+ISAS = {
+    "native": {},
+    "avx2": {"cpp.simdlen": 256, "cpp.march": None},
+    "portable": {"cpp.simdlen": 1, "cpp.march": None},
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# -- the forms -----------------------------------------------------------------------------------------------------
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3).softmax(-1) @ v
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x[:, ::2].repeat_interleave(2, dim=1) for x in (k, v))
+    return plain(q, k, v)
+
+
+def strided(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Inputs whose last dimension is not the innermost, and an output that is transposed."""
+    q, k, v = (x.mT.contiguous().mT for x in (q, k, v))
+    return plain(q, k, v).transpose(1, 2).contiguous()
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    n, m = q.shape[-2], k.shape[-2]
+    hidden = torch.arange(m) > torch.arange(n)[:, None] + (m - n)
+    return (q @ k.mT * 0.3).masked_fill(hidden, -INFINITY).softmax(-1) @ v
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    behind = torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2])
+    return (q @ k.mT).masked_fill((behind < 0) | (behind >= 70), torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+def soft_cap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    n, m = q.shape[-2], k.shape[-2]
+    scores = 5 * torch.tanh(q @ k.mT * 0.3 / 5)
+    return scores.masked_fill(torch.arange(m) > torch.arange(n)[:, None] + (m - n), -INFINITY).softmax(-1) @ v
+
+
+def mask(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return (q @ k.mT).masked_fill(hidden, -INFINITY).softmax(-1) @ v
+
+
+def padding(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
+    return (q @ k.mT).masked_fill(keys, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+def safe(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    weights = (q @ k.mT).masked_fill(hidden, -INFINITY).softmax(-1)
+    return weights.masked_fill(hidden.all(-1, keepdim=True), 0.0) @ v
+
+
+def learned_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, temperature: Tensor, hidden: Tensor) -> Tensor:
+    scores = q @ k.mT * temperature.exp() + bias
+    return scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1) @ v
+
+
+def edge_bias(q: Tensor, k: Tensor, v: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    return (q @ k.mT + row + column).softmax(-1) @ v
+
+
+def dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.dropout((q @ k.mT * 0.3).softmax(-1), 0.25) @ v
+
+
+def causal_dropout(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    scores = (q @ k.mT * 0.3).masked_fill(hidden, -INFINITY)
+    return torch.nn.functional.dropout(scores.softmax(-1), 0.25) @ v
+
+
+def no_more(size: Size, dtype: torch.dtype) -> list[Tensor]:
+    return []
+
+
+def hidden(size: Size, dtype: torch.dtype) -> list[Tensor]:
+    b, _, n, m, _, _ = size
+    found = torch.rand(b, 1, n, m) > 0.7
+    found[:, :, n // 2] = True
+    found[..., m // 2 :] = True
+    found[..., n // 2 + 1 :, 0] = False
+    return [found]
+
+
+def of_keys(size: Size, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.rand(size[0], 1, 1, size[3]) > 0.5]
+
+
+def biases(size: Size, dtype: torch.dtype) -> list[Tensor]:
+    _, h, n, m, _, _ = size
+    return [torch.randn(h, n, m, dtype=dtype), torch.randn(h, 1, 1, dtype=dtype), *hidden(size, dtype)]
+
+
+def edges(size: Size, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(size[1], size[2], 1, dtype=dtype), torch.randn(size[3], dtype=dtype)]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A function of query, key, value and what ``more`` makes for their sizes."""
+
+    function: Function
+    more: Callable[[Size, torch.dtype], list[Tensor]] = no_more
+
+
+FORMS = {
+    "plain": Form(plain),
+    "grouped heads": Form(grouped),
+    "strided": Form(strided),
+    "causal": Form(causal),
+    "window": Form(window),
+    "soft-cap": Form(soft_cap),
+    "mask": Form(mask, hidden),
+    "padding": Form(padding, of_keys),
+    "safe": Form(safe, hidden),
+    "learned bias": Form(learned_bias, biases),
+    "edge bias": Form(edge_bias, edges),
+    "dropout": Form(dropout),
+    "dropout and mask": Form(causal_dropout, hidden),
+}
+
+# Batch, heads, queries, keys, head size, width of the values.  One compilation sees all of these: multiples of nothing,
+# several pieces of rows, keys shared by threads, wide heads.
+SIZES: tuple[Size, ...] = (
+    (2, 2, 17, 33, 40, 24),
+    (2, 2, 403, 131, 19, 33),
+    (2, 2, 3, 1500, 80, 96),
+    (3, 2, 65, 63, 256, 250),
+)
+# A size of one is not symbolic: a compilation each.  One row, one key, one of all.
+ONES: tuple[Size, ...] = ((1, 2, 1, 70, 8, 8), (3, 2, 5, 1, 3, 7), (1, 2, 1, 1, 1, 1), (1, 1, 1, 1500, 24, 24))
+WITH_ONES = ("plain", "mask", "learned bias", "dropout")
+
+# -- the child -----------------------------------------------------------------------------------------------------
+
+PLANTED = """
+#include <cstdint>
+extern "C" void kernel(const float* in, float* out, const int64_t n)
+{
+  out[0] = in[n];
+}
+"""
+
+
+@contextlib.contextmanager
+def instrumented() -> Iterator[None]:
+    """Everything that Inductor compiles is built with the sanitizers."""
+    from torch._inductor import config as inductor
+    from torch._inductor import cpp_builder
+
+    original = cpp_builder._get_optimization_cflags
+
+    def flags(compiler: str, *_: Any, **__: Any) -> tuple[list[str], list[str]]:
+        compiling, linking = original(compiler, True)
+        return [*compiling, *RECOVER, "g1", "fno-omit-frame-pointer"], [*linking, RECOVER[0]]
+
+    options = {"fx_graph_cache": False, "cpp_cache_precompile_headers": False, "compile_threads": 1}
+    caches = torch._functorch.config.patch(enable_autograd_cache=False)  # type: ignore[attr-defined]
+    with patch.object(cpp_builder, "_get_optimization_cflags", flags), inductor.patch(options), caches:
+        yield
+
+
+def read_past_an_input() -> None:
+    """What a sanitizer that is at work must find."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    kernel = CppPythonBindingsCodeCache.load_pybinding(["const float*", "float*", "const int64_t"], PLANTED)
+    kernel(torch.zeros(1000), torch.zeros(1), 1000)
+
+
+def run(form: Form, size: Size, dtype: torch.dtype, compiled: Function) -> None:
+    """Forward and backward once, then forward alone."""
+    b, h, n, m, d, e = size
+    q, k, v = torch.randn(b, h, n, d), torch.randn(b, h, m, d), torch.randn(b, h, m, e)
+    given = [*(x.to(dtype) for x in (q, k, v)), *form.more(size, dtype)]
+    own = [x.requires_grad_() if x.is_floating_point() else x for x in given]
+    out = compiled(*own)
+    torch.autograd.grad(out, [x for x in own if x.requires_grad], torch.randn_like(out))
+    with torch.no_grad():
+        compiled(*own)
+
+
+def ours(form: Form, dynamic: bool) -> Function:
+    """The form, compiled anew for our kernels."""
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"emitters": ("fused",), "strict": True}
+    return torch.compile(form.function, backend="sdpa_rewrite", dynamic=dynamic, options=options)
+
+
+def sweep(forms: Sequence[str], dtypes: Sequence[str], isas: Sequence[str], sizes: Sequence[Size], ones: bool) -> int:
+    """Run all of it; returns how many sites were not taken by our kernels."""
+    from torch._inductor import config as inductor
+
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    missed = 0
+    with instrumented():
+        print("planted", file=sys.stderr, flush=True)
+        read_past_an_input()
+        for isa, dtype, name in ((i, d, f) for i in isas for d in dtypes for f in forms):
+            with inductor.patch(ISAS[isa]), report.collect() as collected:
+                compiled = ours(FORMS[name], dynamic=True)
+                for size in (*sizes, *(ONES if name in WITH_ONES and ones else ())):
+                    print(f"case {isa} {dtype} {name} {size}", file=sys.stderr, flush=True)
+                    run(
+                        FORMS[name], size, DTYPES[dtype], ours(FORMS[name], dynamic=False) if size in ONES else compiled
+                    )
+            left = [o for o in collected.sites if o.emitter != "fused"]
+            missed += len(left)
+            for outcome in left:
+                print(f"not fused: {isa} {dtype} {name}: {outcome.reasons}", flush=True)
+    return missed
+
+
+# -- the parent ----------------------------------------------------------------------------------------------------
+
+FINDING = re.compile(r"(runtime error: .*|ERROR: AddressSanitizer: \S+.*)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a sanitizer said, during which case."""
+
+    case: str
+    text: str
+    stack: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.case}: {self.text}", *(f"    {line}" for line in self.stack)])
+
+
+def findings(log: str) -> list[Finding]:
+    """The findings in what the child wrote, each kind once per case."""
+    found: dict[tuple[str, str], Finding] = {}
+    case = "planted"
+    lines = log.splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("case "):
+            case = line.removeprefix("case ")
+        match = FINDING.search(line)
+        if match:
+            text = re.sub(r"0x[0-9a-f]+", "0x", match.group(1))
+            stack = [x.strip() for x in lines[number + 1 : number + 12] if x.lstrip().startswith("#")]
+            found.setdefault((case, text), Finding(case, match.group(1), tuple(stack[:6])))
+    return list(found.values())
+
+
+def child(arguments: Sequence[str]) -> tuple[int, str]:
+    """Run this module again with the sanitizers' runtime loaded; its progress is shown as it comes."""
+    libraries = [_library(n) for n in ("libasan.so", "libubsan.so", "libstdc++.so")]
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "LD_PRELOAD": " ".join(libraries)}
+        command = [sys.executable, "-m", "tests.sanitize", "--inside", *arguments]
+        environment = {**os.environ, **ENVIRONMENT, **caches}
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace")
+        assert process.stderr is not None
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if line.startswith("case ") or FINDING.search(line):
+                print(line, end="", file=sys.stderr, flush=True)
+        return process.wait(), "".join(log)
+
+
+def _library(name: str) -> str:
+    compiler = os.environ.get("CXX", "g++")
+    return subprocess.run(
+        [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def judged(status: int, log: str) -> tuple[bool, str]:
+    """Whether the child's run is clean, and in words what it was."""
+    found = findings(log)
+    planted = [f for f in found if f.case == "planted"]
+    real = [f for f in found if f.case != "planted"]
+    cases = sum(line.startswith("case ") for line in log.splitlines())
+    if not planted:
+        return False, f"{log[-2000:]}\nthe planted error was not found: the sanitizers are not at work"
+    text = [*map(str, real), f"{cases} cases, {len(real)} findings (the planted one was found)"]
+    if status:
+        text.append(f"the run ended with status {status}: {log[-2000:]}")
+    return not real and not status, "\n".join(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code is 0 where nothing was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    listed = {"forms": FORMS, "dtypes": DTYPES, "isa": ISAS}
+    for name, known in listed.items():
+        parser.add_argument(f"--{name}", default=",".join(known), help=", ".join(known))
+    parser.add_argument("--quick", action="store_true", help="one size of each form")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    chosen = {name: getattr(options, name).split(",") for name in listed}
+    for name, known in listed.items():
+        unknown = sorted(set(chosen[name]) - set(known))
+        if unknown:
+            parser.error(f"--{name}: unknown {', '.join(unknown)}")
+    if options.inside:
+        return sweep(
+            chosen["forms"], chosen["dtypes"], chosen["isa"], SIZES[: 1 if options.quick else None], not options.quick
+        )
+    passed = [f"--{name}={','.join(chosen[name])}" for name in listed]
+    clean, text = judged(*child([*passed, *(["--quick"] if options.quick else [])]))
+    print(text)
+    return 0 if clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
