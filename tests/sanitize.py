@@ -88,8 +88,14 @@ def padding(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
 
 
 def safe(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    weights = (q @ k.mT).masked_fill(hidden, -INFINITY).softmax(-1)
-    return weights.masked_fill(hidden.all(-1, keepdim=True), 0.0) @ v
+    scores = (q @ k.mT).masked_fill(hidden, -INFINITY)
+    return torch.ops.aten._safe_softmax(scores, -1) @ v
+
+
+def sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    scores = q @ k.mT
+    more = sinks.expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, more], dim=-1).softmax(-1)[..., :-1] @ v
 
 
 def learned_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, temperature: Tensor, hidden: Tensor) -> Tensor:
@@ -132,6 +138,10 @@ def biases(size: Size, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(h, n, m, dtype=dtype), torch.randn(h, 1, 1, dtype=dtype), *hidden(size, dtype)]
 
 
+def of_heads(size: Size, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(size[1], 1, 1, dtype=dtype)]
+
+
 def edges(size: Size, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(size[1], size[2], 1, dtype=dtype), torch.randn(size[3], dtype=dtype)]
 
@@ -154,6 +164,7 @@ FORMS = {
     "mask": Form(mask, hidden),
     "padding": Form(padding, of_keys),
     "safe": Form(safe, hidden),
+    "sink": Form(sink, of_heads),
     "learned bias": Form(learned_bias, biases),
     "edge bias": Form(edge_bias, edges),
     "dropout": Form(dropout),
@@ -161,15 +172,17 @@ FORMS = {
 }
 
 # Batch, heads, queries, keys, head size, width of the values.  One compilation sees all of these: multiples of nothing,
-# several pieces of rows, keys shared by threads, wide heads.
+# two keys, several pieces of rows, keys shared by threads, wide heads.  (Batch and heads differ: equal ones would be
+# one symbol.)
 SIZES: tuple[Size, ...] = (
-    (2, 2, 17, 33, 40, 24),
-    (2, 2, 403, 131, 19, 33),
-    (2, 2, 3, 1500, 80, 96),
+    (3, 2, 17, 33, 40, 24),
+    (3, 4, 5, 2, 3, 7),
+    (4, 2, 403, 131, 19, 33),
+    (3, 2, 3, 1500, 80, 96),
     (3, 2, 65, 63, 256, 250),
 )
-# A size of one is not symbolic: a compilation each.  One row, one key, one of all.
-ONES: tuple[Size, ...] = ((1, 2, 1, 70, 8, 8), (3, 2, 5, 1, 3, 7), (1, 2, 1, 1, 1, 1), (1, 1, 1, 1500, 24, 24))
+# A size of one is not symbolic: a compilation each.  One row, one of nearly all, one row of many keys.
+ONES: tuple[Size, ...] = ((1, 2, 1, 70, 8, 8), (1, 1, 1, 2, 3, 3), (1, 1, 1, 1500, 24, 24))
 WITH_ONES = ("plain", "mask", "learned bias", "dropout")
 
 # -- the child -----------------------------------------------------------------------------------------------------

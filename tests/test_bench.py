@@ -112,7 +112,14 @@ def test_wrong_results_pass_no_bar() -> None:
     wrong = judged(dataclasses.replace(RESULT, difference=0.1), with_bars(Bar("speed", 1.0, "stock")))
     assert not wrong.passed
     assert "FAIL: results differ" in table.table([wrong])
-    assert table.summary([wrong]) == "1 of 1 bars reached; 1 cases with wrong results"
+    assert table.summary([wrong]) == "1 of 1 bars reached; 1 cases with wrong results or none"
+
+
+def test_ours_that_does_not_run_fails() -> None:
+    bare = dataclasses.replace(RESULT, seconds={"eager": 1.0}, ratios={}, missing={"ours": "InductorError: no"})
+    result = judged(bare, with_bars())
+    assert not result.passed
+    assert "FAIL: ours did not run" in table.table([result])
 
 
 def test_the_difference_is_a_share_of_the_largest_value() -> None:

@@ -8,9 +8,11 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from sdpa_rewrite import hook
 from sdpa_rewrite.bench import machine, memory, peak, table
@@ -105,52 +107,64 @@ def measured(case: Case, repeats: int, label: str = "") -> Result:
     torch.manual_seed(0)
     inputs = case.inputs()
     cotangent = torch.randn_like(case.written(*inputs)) if case.training else None
-    steps: dict[str, Step] = {}
-    missing: dict[str, str] = {}
-    outputs = {}
-    kernel = ""
     with torch.set_grad_enabled(case.training):
-        for name in NAMES:
-            _progress(label, f"compiling {name}")
-            try:
-                made = step(name, case, inputs, cotangent)
-                outputs[name], took = first_run(made)
-            except Unavailable as reason:
-                missing[name] = str(reason)
-            except Exception as error:
-                if name != "flex":
-                    raise
-                missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"  # FlexAttention has its limits
-            else:
-                steps[name] = made
-                kernel = took if name == "ours" else kernel
-        apart = difference(outputs.pop("ours"), outputs.pop("stock"))
-        outputs.clear()
+        ready = _compiled(case, inputs, cotangent, label)
         _progress(label, "measuring")
-        calls: dict[str, Call] = dict(steps)
+        calls: dict[str, Call] = dict(ready.steps)
         burst, operations = peak.burst(case.dtype)
         times = interleaved({**calls, "peak": burst}, repeats)
         found = {name: memory.peak_bytes(call) for name, call in calls.items()}
     seconds = medians(times)
     rate = operations / seconds.pop("peak")
-    return judged(
-        Result(
-            suite=case.suite,
-            name=case.name,
-            form=case.form,
-            dtype=str(case.dtype).removeprefix("torch."),
-            training=case.training,
-            length=case.length,
-            seconds=seconds,
-            ratios={n: x for n, x in ratios(times, "ours").items() if n != "peak"},
-            memory={name: count for name, count in found.items() if count is not None},
-            fraction=case.operations / seconds["ours"] / rate if case.operations else None,
-            missing=missing,
-            kernel=kernel,
-            difference=apart,
-        ),
-        case,
+    own = seconds.get("ours")
+    result = Result(
+        suite=case.suite,
+        name=case.name,
+        form=case.form,
+        dtype=str(case.dtype).removeprefix("torch."),
+        training=case.training,
+        length=case.length,
+        seconds=seconds,
+        ratios={n: x for n, x in ratios(times, "ours").items() if n != "peak"} if own else {},
+        memory={name: count for name, count in found.items() if count is not None},
+        fraction=case.operations / own / rate if own and case.operations else None,
+        missing=ready.missing,
+        kernel=ready.kernel,
+        difference=ready.difference,
     )
+    return judged(result, case)
+
+
+@dataclass
+class _Ready:
+    """The contenders of a case after their first run, and what that told."""
+
+    steps: dict[str, Step] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    kernel: str = ""
+    difference: float = 0.0
+
+
+def _compiled(case: Case, inputs: list[Tensor], cotangent: Tensor | None, label: str) -> _Ready:
+    ready = _Ready()
+    outputs = {}
+    for name in NAMES:
+        _progress(label, f"compiling {name}")
+        try:
+            made = step(name, case, inputs, cotangent)
+            outputs[name], took = first_run(made)
+        except Unavailable as reason:
+            ready.missing[name] = str(reason)
+        except Exception as error:
+            if name not in ("flex", "ours"):  # FlexAttention has its limits; what ours cannot do counts against it
+                raise
+            ready.missing[name] = f"{case.name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        else:
+            ready.steps[name] = made
+            ready.kernel = took if name == "ours" else ready.kernel
+    if "ours" in outputs:
+        ready.difference = difference(outputs["ours"], outputs["stock"])
+    return ready
 
 
 def _progress(label: str, doing: str) -> None:

@@ -35,7 +35,9 @@ def table(results: Sequence[Result]) -> str:
     for result, cells in zip(results, rows, strict=True):
         lines.append(_line(cells, widths))
         lines += [f"    {verdict}" for verdict in result.verdicts]
-        if not result.agrees:
+        if "ours" in result.missing:
+            lines.append("    FAIL: ours did not run")
+        elif not result.agrees:
             lines.append(f"    FAIL: results differ from stock's by {result.difference:.1e} of the largest value")
     return "\n".join(lines)
 
@@ -73,4 +75,4 @@ def summary(results: Sequence[Result]) -> str:
     verdicts = [v for r in results for v in r.verdicts]
     wrong = sum(not r.agrees for r in results)
     text = f"{sum(v.passed for v in verdicts)} of {len(verdicts)} bars reached" if verdicts else "no bars here"
-    return f"{text}; {wrong} cases with wrong results" if wrong else text
+    return f"{text}; {wrong} cases with wrong results or none" if wrong else text
