@@ -184,6 +184,11 @@ def test_a_table() -> None:
     assert table.missing([RESULT, RESULT]) == "not run: flex: inference only on CPU"
 
 
+def test_what_was_left_to_stock_is_told() -> None:
+    text = table.table([dataclasses.replace(RESULT, kernel="stock", reasons=("too short",))])
+    assert text.splitlines()[-1] == "    left: too short"
+
+
 def test_json_holds_everything() -> None:
     data = json.loads(to_json({"torch": "2"}, [judged(RESULT, with_bars(Bar("speed", 1.0, "flex")))]))
     assert data["about"] == {"torch": "2"}

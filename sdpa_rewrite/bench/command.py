@@ -130,6 +130,7 @@ def measured(case: Case, repeats: int, label: str = "") -> Result:
         fraction=case.operations / own / rate if own and case.operations else None,
         missing=ready.missing,
         kernel=ready.kernel,
+        reasons=ready.reasons,
         difference=ready.difference,
     )
     return judged(result, case)
@@ -142,6 +143,7 @@ class _Ready:
     steps: dict[str, Step] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     kernel: str = ""
+    reasons: tuple[str, ...] = ()
     difference: float = 0.0
 
 
@@ -152,7 +154,7 @@ def _compiled(case: Case, inputs: list[Tensor], cotangent: Tensor | None, label:
         _progress(label, f"compiling {name}")
         try:
             made = step(name, case, inputs, cotangent)
-            outputs[name], took = first_run(made)
+            first = first_run(made)
         except Unavailable as reason:
             ready.missing[name] = str(reason)
         except Exception as error:
@@ -160,8 +162,9 @@ def _compiled(case: Case, inputs: list[Tensor], cotangent: Tensor | None, label:
                 raise
             ready.missing[name] = f"{case.name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         else:
-            ready.steps[name] = made
-            ready.kernel = took if name == "ours" else ready.kernel
+            ready.steps[name], outputs[name] = made, first.results
+            if name == "ours":
+                ready.kernel, ready.reasons = first.kernel, first.reasons
     if "ours" in outputs:
         ready.difference = difference(outputs["ours"], outputs["stock"])
     return ready

@@ -72,14 +72,24 @@ def _compiled(function: Any, backend: str) -> Any:
     return torch.compile(function, backend=backend, dynamic=False)
 
 
-def first_run(step: Step) -> tuple[tuple[Tensor, ...], str]:
-    """Compile and run from a fixed seed; the results, and in words what took the attention sites."""
+@dataclass(frozen=True)
+class FirstRun:
+    """The results, what took the attention sites, and why sites were left."""
+
+    results: tuple[Tensor, ...]
+    kernel: str
+    reasons: tuple[str, ...]
+
+
+def first_run(step: Step) -> FirstRun:
+    """Compile and run, from a fixed seed."""
     torch.manual_seed(0)
     with report.collect() as collected, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         results = step()
-    took = [o.emitter if o.status == "fused" else f"left: {o.status}" for o in collected.sites]
-    return results, ", ".join(dict.fromkeys(took)) or "no site"
+    took = dict.fromkeys(o.emitter if o.status == "fused" else "stock" for o in collected.sites)
+    left = dict.fromkeys(str(r) for o in collected.sites if o.status != "fused" for r in o.reasons)
+    return FirstRun(results, ", ".join(took) or "no site", (*left, *collected.failures))
 
 
 def difference(ours: tuple[Tensor, ...], stock: tuple[Tensor, ...]) -> float:

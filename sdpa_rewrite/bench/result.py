@@ -32,7 +32,8 @@ class Result:
     """``seconds`` and ``memory`` by contender; ``ratios``: how many times as long as ours the others take.
 
     ``fraction``: of the multiply-add peak that ours reached.  ``missing``: why a contender did not run.
-    ``difference``: between the results of ours and stock's.  ``kernel``: what took the attention in ours.
+    ``difference``: between the results of ours and stock's.  ``kernel``: what took the attention in ours, and
+    ``reasons`` why something was left to stock.
     """
 
     suite: str
@@ -47,6 +48,7 @@ class Result:
     fraction: float | None = None
     missing: Mapping[str, str] = field(default_factory=dict)
     kernel: str = ""
+    reasons: Sequence[str] = ()
     difference: float = 0.0
     verdicts: Sequence[Verdict] = ()
 

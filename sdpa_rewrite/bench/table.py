@@ -35,6 +35,7 @@ def table(results: Sequence[Result]) -> str:
     for result, cells in zip(results, rows, strict=True):
         lines.append(_line(cells, widths))
         lines += [f"    {verdict}" for verdict in result.verdicts]
+        lines += [f"    left: {reason}" for reason in result.reasons]
         if "ours" in result.missing:
             lines.append("    FAIL: ours did not run")
         elif not result.agrees:
