@@ -306,14 +306,14 @@ def child(arguments: Sequence[str]) -> tuple[int, str]:
         caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "LD_PRELOAD": " ".join(libraries)}
         command = [sys.executable, "-m", "tests.sanitize", "--inside", *arguments]
         environment = {**os.environ, **ENVIRONMENT, **caches}
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace")
-        assert process.stderr is not None
         log = []
-        for line in process.stderr:
-            log.append(line)
-            if line.startswith("case ") or FINDING.search(line):
-                print(line, end="", file=sys.stderr, flush=True)
-        return process.wait(), "".join(log)
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                log.append(line)
+                if line.startswith("case ") or FINDING.search(line):
+                    print(line, end="", file=sys.stderr, flush=True)
+        return process.returncode, "".join(log)
 
 
 def _library(name: str) -> str:
