@@ -3,8 +3,8 @@
 python -m tests.sanitize                      # the whole sweep: minutes, most of them spent in the C++ compiler
 python -m tests.sanitize --isa portable --forms "dropout,learned bias"
 
-The sweep runs in a child process in which the sanitizers' runtime is loaded first and everything that Inductor
-compiles is instrumented.  Symbolic shapes let one kernel see many sizes.  Each run begins with a kernel that reads
+The sweep runs in a child process in which the sanitizers' runtime is loaded first and our kernels, with all that they
+inline, are instrumented.  Symbolic shapes let one kernel see many sizes.  Each run begins with a kernel that reads
 past its input on purpose: a sanitizer that stays silent then is not at work.  Linux with GCC.
 """
 
@@ -30,7 +30,11 @@ from sdpa_rewrite import report
 Function = Callable[..., Tensor]
 Size = tuple[int, int, int, int, int, int]
 INFINITY = float("inf")
-RECOVER = ["fsanitize=address,undefined", "fsanitize-recover=address,undefined"]
+OURS = "namespace sdpa_rewrite"
+SANITIZED = (
+    *("-fsanitize=address,undefined", "-fsanitize-recover=address,undefined"),
+    *("-O1", "-g1", "-fno-omit-frame-pointer"),
+)
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=0:verify_asan_link_order=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -189,6 +193,7 @@ WITH_ONES = ("plain", "mask", "learned bias", "dropout")
 
 PLANTED = """
 #include <cstdint>
+namespace sdpa_rewrite {}
 extern "C" void kernel(const float* in, float* out, const int64_t n)
 {
   out[0] = in[n];
@@ -198,19 +203,19 @@ extern "C" void kernel(const float* in, float* out, const int64_t n)
 
 @contextlib.contextmanager
 def instrumented() -> Iterator[None]:
-    """Everything that Inductor compiles is built with the sanitizers."""
+    """Our kernels are built with the sanitizers; Inductor's own, which share torch's headers, are not."""
+    from torch._inductor import codecache
     from torch._inductor import config as inductor
-    from torch._inductor import cpp_builder
 
-    original = cpp_builder._get_optimization_cflags
+    original = codecache.CppCodeCache.load_async.__func__
 
-    def flags(compiler: str, *_: Any, **__: Any) -> tuple[list[str], list[str]]:
-        compiling, linking = original(compiler, True)
-        return [*compiling, *RECOVER, "g1", "fno-omit-frame-pointer"], [*linking, RECOVER[0]]
+    def load(cls: Any, code: str, *args: Any, extra_flags: Sequence[str] = (), **options: Any) -> Any:
+        more = SANITIZED if OURS in code else ()
+        return original(cls, code, *args, extra_flags=(*extra_flags, *more), **options)
 
     options = {"fx_graph_cache": False, "cpp_cache_precompile_headers": False, "compile_threads": 1}
     caches = torch._functorch.config.patch(enable_autograd_cache=False)  # type: ignore[attr-defined]
-    with patch.object(cpp_builder, "_get_optimization_cflags", flags), inductor.patch(options), caches:
+    with patch.object(codecache.CppCodeCache, "load_async", classmethod(load)), inductor.patch(options), caches:
         yield
 
 
