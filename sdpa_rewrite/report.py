@@ -166,7 +166,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _verdict(site: Outcome) -> str:
     if site.status == "fused":
-        return f"fused by {site.emitter}"
+        return f"fused by {'our kernel' if site.emitter == 'fused' else site.emitter}"
     return "recognised, not fused" if site.status == "recognised" else "missed"
 
 
