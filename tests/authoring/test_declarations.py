@@ -133,7 +133,7 @@ def test_another_scale_is_another_form() -> None:
     args = [torch.randn(2, 3, 8, 6) for _ in range(3)]
     with patterns.scope(padded):
         collected = same_as_eager(function, *args, torch.ones(2, 8, dtype=torch.bool))
-    assert [o.emitter for o in collected.sites] == ["sdpa"]
+    assert [o.emitter for o in collected.sites] == ["fused"]
 
 
 def plain(q: Tensor) -> Tensor:

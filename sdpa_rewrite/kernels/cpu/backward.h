@@ -181,7 +181,7 @@ class BackwardThread {
     for (int64_t r = 0; r < t.rows; ++r) {
       const V shift(maximum[t.row + r]), share(inverse[t.row + r]), less(delta[t.row + r]);
       for (int64_t k = r * TILE; k < (r + 1) * TILE; k += W) {
-        V p = exponential(at::vec::fmsub(V::loadu(scores + k), s, shift)) * share;
+        V p = exponential(V::loadu(scores + k) * s - shift) * share; // rounded as in the forward
         V slopes = V::loadu(slope + k);
         if constexpr (P::has_factor) {
           const V f = V::loadu(factor + k);

@@ -56,9 +56,8 @@ inline void column_of_tiles(const float* a, int64_t row, int64_t step, const flo
   part(std::integral_constant<int, 1>{});
 }
 
-// c[m, n] (+)= a[m, k] b[k, n]; n a multiple of W.  a[r, p] is at r * row + p * step.
 template <bool DOT>
-inline void multiply(const float* a, int64_t row, int64_t step, const float* b, int64_t ldb, float* c, int64_t ldc,
+inline void multiply_some(const float* a, int64_t row, int64_t step, const float* b, int64_t ldb, float* c, int64_t ldc,
                      int64_t m, int64_t n, int64_t k, const float* alpha, bool fresh) {
   int64_t j = 0;
   for (; j + NR * W <= n; j += NR * W) {
@@ -71,6 +70,18 @@ inline void multiply(const float* a, int64_t row, int64_t step, const float* b, 
     }
   }
   if (j < n) column_of_tiles<DOT, 1>(a, row, step, b + j, ldb, c + j, ldc, m, k, alpha, fresh);
+}
+
+// c[m, n] (+)= a[m, k] b[k, n]; n a multiple of W.  a[r, p] is at r * row + p * step.
+// Long sums are made of shorter ones, which loses fewer digits.
+template <bool DOT>
+inline void multiply(const float* a, int64_t row, int64_t step, const float* b, int64_t ldb, float* c, int64_t ldc,
+                     int64_t m, int64_t n, int64_t k, const float* alpha, bool fresh) {
+  constexpr int64_t most = 64;
+  for (int64_t p = 0; p < k; p += most) {
+    multiply_some<DOT>(a + p * step, row, step, b + p * ldb, ldb, c, ldc, m, n, std::min(most, k - p),
+                       p == 0 ? alpha : nullptr, fresh && p == 0);
+  }
 }
 
 // -- packing ----------------------------------------------------------------------------------------------------
