@@ -112,7 +112,7 @@ def _regions(
         if k >= ATTEMPTS:
             break
         key = tuple((str(p.attr[0]), g.attr[0]) for p, g in found.leaves)
-        key = (*key, *((n, str(t)) for n, t in found.scalars.items()))
+        key = (*key, *((n, str(t)) for n, t in found.scalars.items()), *(("result", t.attr[0]) for t in tops[1:]))
         if key in seen:
             continue
         try:
@@ -146,12 +146,12 @@ def _all_results(unifier: Unifier, top: Term) -> Iterator[tuple[Found, tuple[Ter
 
 def _near(found: Found, root: Node, like: Node) -> list[Node]:
     """Nodes that may be another result: of its kind, made of the tensors that the first result is made of."""
-    bound = {g.attr[0] for _, g in found.leaves}
-    seen, queue = set(bound), list(bound)
+    bound = list(dict.fromkeys(g.attr[0] for _, g in found.leaves))
+    seen, queue = dict.fromkeys(bound), list(bound)
     while queue and len(seen) < LARGEST:
         for user in queue.pop(0).users:
             if user not in seen and is_call(user) and user.meta.get("partitioner_tag") != "is_backward":
-                seen.add(user)
+                seen[user] = None
                 queue.append(user)
     kind = kind_of(head(like))
     return [n for n in seen if n is not root and is_call(n) and is_tensor(n) and kind_of(n) == kind]

@@ -19,7 +19,7 @@ from sdpa_rewrite.authoring.parameters import Variant
 from sdpa_rewrite.authoring.pattern import Match, MatchedScalar, MatchedTensor, NoMatch, Pattern
 from sdpa_rewrite.authoring.region import Near, Region, regions_at
 from sdpa_rewrite.cleanroom import clean_room
-from sdpa_rewrite.lift.ops import LAYOUT, is_call, is_tensor, opname, source_line, value_of
+from sdpa_rewrite.lift.ops import CASTS, LAYOUT, is_call, is_tensor, opname, source_line, value_of
 from sdpa_rewrite.outcome import Outcome, Reason
 from sdpa_rewrite.rewrite import Refused
 from sdpa_rewrite.site import Miss
@@ -186,9 +186,10 @@ class _Pass:
 def _is_read(node: Node, inner: Set[Node]) -> bool:
     """Whether anything but the pattern itself, and the backward, may read a result."""
     for user in node.users:
-        if user in inner or user.meta.get("partitioner_tag") == "is_backward":
+        if user.meta.get("partitioner_tag") == "is_backward":
             continue
-        if not is_call(user) or opname(user) not in LAYOUT or _is_read(user, inner):
+        same = is_call(user) and opname(user) in LAYOUT | CASTS  # the result in another form
+        if _is_read(user, inner) if same else user not in inner:
             return True
     return False
 
