@@ -14,6 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from sdpa_rewrite import config, report
+from sdpa_rewrite.kernels.cpu import source
 from tests.harness import NOISE, compare
 
 pytestmark = pytest.mark.codegen
@@ -130,3 +131,22 @@ def test_layers_that_are_alike_share_a_kernel() -> None:
         )
     assert len(re.findall(r"= async_compile.cpp_pybinding\([^\n]*\n[^\n]*\n#include <numeric>", code)) <= 1
     assert len(re.findall(r"^ +cpp_fused_attention_\w+\(", code, re.M)) == 2
+
+
+def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Slopes made in the graph: an exponential that all keys share."""
+    n, h = q.shape[-2], q.shape[1]
+    slopes = torch.exp(-0.5 * (torch.arange(h, dtype=q.dtype) + 1)).view(-1, 1, 1)
+    return (q @ k.mT - slopes * (torch.arange(n)[:, None] - torch.arange(n)).abs()).softmax(-1) @ v
+
+
+def test_what_is_dear_and_shared_along_a_row_is_inlined() -> None:
+    check(ours(alibi), alibi, [torch.randn(1, 4, 50, 16) for _ in range(3)])
+
+
+def test_a_program_that_cannot_be_inlined_runs_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> str:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(source, "row_function", broken)
+    check(ours(alibi), alibi, [torch.randn(1, 4, 20, 16) for _ in range(3)])

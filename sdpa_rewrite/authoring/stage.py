@@ -127,6 +127,8 @@ class _Pass:
         try:
             with clean_room():
                 found = self._search(variant, root, order)
+        except Miss:  # the place cannot be opened: the engine tells why, where it is a candidate
+            return None
         except Exception as error:
             if config.strict:
                 raise

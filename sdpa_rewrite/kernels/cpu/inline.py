@@ -51,7 +51,9 @@ def _placeholder(name: str, dtype: torch.dtype, size: int) -> ir.TensorBox:
 
 def _lowered(module: GraphModule, boxes: list[ir.TensorBox]) -> list[Any]:
     inner = PointwiseSubgraphLowering(module, root_graph_lowering=V.graph)
-    with V.set_graph_handler(inner):  # type: ignore[arg-type]
+    # what is dear and read often would be given a buffer: here it is made again for each row
+    inline = patch.object(ir.StorageBox, "should_realize_on_reuse", lambda *_, **__: False)
+    with V.set_graph_handler(inner), inline:  # type: ignore[arg-type]
         inner.run(*boxes)
         found: Any = inner.graph_outputs
         outputs = list(found) if isinstance(found, (tuple, list)) else [found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from sdpa_rewrite.kernels.cpu.source import NAME, Memory, Writer, headers
 from sdpa_rewrite.kernels.op import attention, attention_backward
 from sdpa_rewrite.kernels.spec import Spec
 
+log = logging.getLogger("sdpa_rewrite")
+
 
 def register() -> None:
     """Tell Inductor what to make of the operators."""
@@ -24,13 +27,31 @@ def register() -> None:
 
 
 def _forward(query: Any, key: Any, value: Any, captures: Any, numbers: Any, spec: str) -> Any:
+    if not _can_inline(spec):
+        return _fallback(attention, query, key, value, captures, numbers, spec)
     return _kernel([query, key, value, *captures], len(captures), numbers, spec, False)
 
 
 def _backward(*args: Any) -> Any:
+    if not _can_inline(args[5]):
+        return _fallback(attention_backward, *args)
     query, key, value, captures, numbers, spec, out, maximum, total, grad, grad_total = args
     rest = [out, maximum, total, grad] + ([grad_total] if grad_total is not None else [])
     return _kernel([query, key, value, *captures, *rest], len(captures), numbers, spec, True)
+
+
+def _can_inline(spec: str) -> bool:
+    """Whether Inductor makes loops of all programs; where it does not, the operator runs as in eager."""
+    try:
+        Writer.check(Spec.of(spec))
+    except Exception as error:
+        log.warning("a program of a fused attention cannot be inlined, it runs unfused: %s", error)
+        return False
+    return True
+
+
+def _fallback(operator: Any, *args: Any) -> Any:
+    return lowering.fallback_handler(operator, add_to_fallback_set=False)(*args)
 
 
 def _kernel(inputs: list[Any], captures: int, numbers: Any, spec: str, backward: bool) -> Any:

@@ -320,6 +320,15 @@ class Writer:
   }});
 """
 
+    @staticmethod
+    def check(spec: Spec) -> None:
+        """Raise whatever stands in the way of inlining a program of ``spec``."""
+        writer = Writer(spec, (), (), ())
+        scored = (spec.score, spec.bare, spec.score_backward, spec.bare_backward)
+        for part, scores in zip((*scored, spec.factor, spec.visible), (1, 1, 2, 2, 0, 0), strict=True):
+            if part is not None:
+                writer._function(part, "check", scores)
+
     def program(self, backward: bool) -> tuple[str, str]:
         """The struct, and code that prepares one named ``program``."""
         spec = self.spec
