@@ -103,6 +103,8 @@ def _named(form: Form, site: Site) -> Form:
     """The form with its name in the library."""
     try:
         return dataclasses.replace(form, name=naming.name_of(site))
+    except Miss:  # what the site reads cannot be opened further, so no form of the library has it
+        return form
     except Exception:
         if config.strict:
             raise
