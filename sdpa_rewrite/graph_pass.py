@@ -84,6 +84,9 @@ class AttentionPass(CustomGraphPass):
         """Everything that changes what the pass makes of a graph; None, which means no caching, if unknown."""
         if not self._active():
             return "sdpa_rewrite: off"
+        # a cache may answer with a graph that calls our operators, and then no pass runs that would define them
+        from sdpa_rewrite.kernels import op  # noqa: F401
+
         options = sorted(config.save_config_portable().items())
         try:
             parts = (_sources_digest(), torch.__version__, options, registered_patterns_key())

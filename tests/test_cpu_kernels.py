@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
+import sdpa_rewrite
 from sdpa_rewrite import config, report
 from sdpa_rewrite.kernels.cpu import source
 from tests.harness import NOISE, compare
@@ -150,3 +153,22 @@ def test_a_program_that_cannot_be_inlined_runs_unfused(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(source, "row_function", broken)
     check(ours(alibi), alibi, [torch.randn(1, 4, 20, 16) for _ in range(3)])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, in its export
+@torch.no_grad()
+def test_ahead_of_time(tmp_path: Path) -> None:
+    """An exported program, compiled by AOTInductor into a package with our kernel in it."""
+
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return capped_causal(q, k, v)
+
+    args = tuple(torch.randn(1, 2, 40, 16) for _ in range(3))
+    with sdpa_rewrite.enabled(), config.patch(strict=True):
+        exported = torch.export.export(Module(), args)
+        path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    torch.testing.assert_close(torch._inductor.aoti_load_package(path)(*args), capped_causal(*args))
+    with zipfile.ZipFile(path) as package:
+        kernels = [package.read(n) for n in package.namelist() if n.endswith(".kernel.cpp")]
+    assert any(b"namespace sdpa_rewrite" in text for text in kernels)

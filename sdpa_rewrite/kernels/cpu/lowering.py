@@ -43,7 +43,8 @@ def _backward(*args: Any) -> Any:
 def _can_inline(spec: str) -> bool:
     """Whether Inductor makes loops of all programs; where it does not, the operator runs as in eager."""
     try:
-        Writer.check(Spec.of(spec))
+        with V.graph.set_current_device(CPU):
+            Writer.check(Spec.of(spec))
     except Exception as error:
         log.warning("a program of a fused attention cannot be inlined, it runs unfused: %s", error)
         return False
