@@ -158,7 +158,10 @@ def _defined(wrapper: Any, source: str, types: list[str]) -> str:
     text = source.replace(f"{NAME}(", f"{name if V.graph.cpp_wrapper else 'kernel'}(").replace(NAME, name)
     if not V.graph.cpp_wrapper:
         text = f"async_compile.cpp_pybinding({types!r}, r'''\n{text}\n''')"
-    wrapper.define_kernel(name, text, gpu=False)
+    # ahead of time the wrapper gets the declaration, and the rest a file that is optimised as kernels are
+    begin = source.rfind('extern "C"')
+    declaration = source[begin : source.index(")", begin) + 1].replace(NAME, name) + ";\n"
+    wrapper.define_kernel(name, text, gpu=False, cpp_definition=declaration)
     return name
 
 
