@@ -24,19 +24,15 @@ struct Tile {
   int64_t i(int64_t r) const { return i0 + (row + r) % span; }
 };
 
-// A score program that is the identity.
-struct Plain {
-  static constexpr bool has_score = false, has_bare = false, has_factor = false;
-  static constexpr float floor = -INFINITE;
-  int64_t scratch() const { return 0; }
-  Block block(const Tile&) const { return Block::bare; }
-  void score(float*, const Tile&, float*) const {}
-  void bare(float*, const Tile&, float*) const {}
-  void factor(float*, const Tile&, float*) const {}
-  void backward(const float*, float*, const Tile&, Block, float*, float*) const {}
-  int64_t accumulators() const { return 0; }
-  void reduce(const float*, int) const {}
-};
+// A program, P below, is a struct that is written for each call (source.py).  It has
+//   has_score, has_bare, has_factor   whether there is a score program, one without masks, a factor of probabilities
+//   floor                             a row whose largest logit is not above this may see what is hidden
+//   block(tile)                       whether a tile is hidden, masked somehow, or not masked (`bare`)
+//   score, bare(tile, t, scratch)     logits in place of scaled scores
+//   factor(out, t, scratch)           what the probabilities of a tile are multiplied by
+//   backward(raw, slope, t, kind, scratch, learned)   slopes of scaled scores in place of those of logits
+//   accumulators(), reduce(all, threads)              the sums that each thread makes for learned captures
+//   scratch()                         the floats of memory that these need
 
 // How the rows under one head of keys are cut: pieces of one query head, or several whole query heads.
 struct Cut {
