@@ -214,3 +214,17 @@ def test_calls_are_left_alone_where_that_is_wanted() -> None:
     for options in ({"upgrade_calls": False}, {"emitters": ("sdpa",)}):
         torch._dynamo.reset()
         assert same_as_eager(CALLS["causal"], *tensors(), **options).sites == []
+
+
+def test_one_draw_compared_twice_is_read_as_two_masks() -> None:
+    """The numbers alone would not tell which of the two a capture is."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        numbers = torch.rand(2, 4, 17, 17)
+        weights = torch.where(numbers > 0.25, (q @ k.mT).softmax(-1), 0.0)
+        return torch.where(numbers > 0.75, weights * 2.0, 0.0) @ v
+
+    with torch.no_grad():
+        spec, _ = spec_of(program, *tensors())
+    assert [x.kind for x in spec.inputs] == ["tensor", "tensor"]
+    assert {x.dtype for x in spec.inputs} == {"bool"}

@@ -27,7 +27,9 @@ from sdpa_rewrite.emit.dropout import dropout_rate
 from sdpa_rewrite.emit.emptiness import Unclear, empty_row
 from sdpa_rewrite.emit.heads import Heads, heads_of
 from sdpa_rewrite.emit.rows import logit_dtype, per_row, row_factor
-from sdpa_rewrite.emit.score_mod import SCALAR, Program
+from sdpa_rewrite.emit.scalars import SCALAR
+from sdpa_rewrite.emit.scale import finite_number, leading_factor
+from sdpa_rewrite.emit.score_mod import Program
 from sdpa_rewrite.lift.ops import LAYOUT, opname
 from sdpa_rewrite.site import Site
 
@@ -149,16 +151,19 @@ def _split_scale(site: Site) -> tuple[Term, float, Term | None]:
 
     A plain number goes to the kernel.  A symbolic one, and one that is learned, multiplies the query.
     """
-    hole = site.terms.hole("score", site.scores_axes)
-    users = [t for t in subterms(site.score) if hole in t.args]
-    if len(users) != 1 or users[0].op != "mul":
+    split = leading_factor(site)
+    if split is None:
         return site.score, 1.0, None
-    factor = next((a for a in users[0].args if a is not hole), hole)
-    rest = site.terms.substitute(site.score, {users[0]: hole})
-    if factor.op == "number" and isinstance(factor.attr, (int, float)) and math.isfinite(factor.attr):
-        return rest, float(factor.attr), None
+    rest, factor = split
+    number = finite_number(factor)
+    if number is not None:
+        return rest, number, None
     symbolic = factor.op == "number" and isinstance(factor.attr, sympy.Basic)
-    learned = site.training and not factor.axes & set(site.columns) and factor is not hole
+    learned = (
+        site.training
+        and not factor.axes & set(site.columns)
+        and factor is not site.terms.hole("score", site.scores_axes)
+    )
     return (rest, 1.0, factor) if symbolic or learned else (site.score, 1.0, None)
 
 

@@ -8,7 +8,6 @@ statistics.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -19,8 +18,10 @@ from sdpa_rewrite.algebra.interpret import evaluate
 from sdpa_rewrite.algebra.term import Term, Terms, contains, subterms
 from sdpa_rewrite.emit.base import Inputs, compute_dtype, device_of, dtype_of, inlines
 from sdpa_rewrite.emit.heads import Heads, heads_of, in_groups
-from sdpa_rewrite.emit.programs import SCALAR, Programs, drawn
+from sdpa_rewrite.emit.programs import Programs, drawn
 from sdpa_rewrite.emit.rows import logit_dtype, row_factor
+from sdpa_rewrite.emit.scalars import SCALAR
+from sdpa_rewrite.emit.scale import finite_number, leading_factor
 from sdpa_rewrite.emit.visible import visibility
 from sdpa_rewrite.kernels.cpu import lowering as cpu_lowering
 from sdpa_rewrite.kernels.op import differentiable_attention
@@ -108,14 +109,9 @@ def _programs(site: Site, inputs: Inputs, heads: Heads) -> tuple[Programs, tuple
 
 def split_scale(site: Site) -> tuple[Term, float]:
     """The score program without the number that the score is multiplied by first, and that number."""
-    hole = site.terms.hole("score", site.scores_axes)
-    users = [t for t in subterms(site.score) if hole in t.args]
-    if len(users) != 1 or users[0].op != "mul":
-        return site.score, 1.0
-    factor = next((a for a in users[0].args if a is not hole), hole)
-    if factor.op != "number" or not isinstance(factor.attr, (int, float)) or not math.isfinite(factor.attr):
-        return site.score, 1.0
-    return site.terms.substitute(site.score, {users[0]: hole}), float(factor.attr)
+    rest, factor = leading_factor(site) or (site.score, site.terms.number(1.0))
+    number = finite_number(factor)
+    return (site.score, 1.0) if number is None else (rest, number)
 
 
 def weight_factor(site: Site) -> Term | None:

@@ -12,19 +12,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
-from torch.utils import _pytree as pytree
 
-from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, size_of
-from sdpa_rewrite.algebra.interpret import POINTWISE
-from sdpa_rewrite.algebra.term import Slot, Term, subterms
+from sdpa_rewrite.algebra.axes import Atom, Dim, size_of
+from sdpa_rewrite.algebra.term import Term, subterms
 from sdpa_rewrite.emit.base import Inputs
 from sdpa_rewrite.emit.heads import Heads
+from sdpa_rewrite.emit.scalars import constant, value_at
 from sdpa_rewrite.kernels import program
 from sdpa_rewrite.kernels.spec import Input, Part, name_of
 from sdpa_rewrite.lift.ops import is_call, opname
 from sdpa_rewrite.site import Capture, Site
-
-SCALAR = {k: f for k, f in POINTWISE.items() if k != "float"}
 
 
 @dataclass
@@ -139,23 +136,10 @@ class Programs:
         if drawn(capture) is not None and tensor.is_floating_point():
             self.captures.append(tensor)
             return Input("uniform", self._places(tuple(a for d in dims for a in d)), len(self.captures) - 1)
-        self.captures.append(self._by_axis(tensor, dims))
+        self.captures.append(self.given.arranged(capture.name, [(a,) for a in self.axes], [False] * len(self.axes)))
         present = {a for d in dims for a in d}
         axes = tuple(k for k, a in enumerate(self.axes) if a in present)
         return Input("tensor", axes, len(self.captures) - 1, name_of(tensor.dtype))
-
-    def _by_axis(self, tensor: Tensor, dims: Dims) -> Tensor:
-        """One dimension per axis, of size one where it lacks that."""
-        atoms = [a for d in dims for a in d]
-        sizes = self.given.sizes
-        if len(atoms) != len(dims) or any(len(d) != 1 for d in dims):
-            tensor = tensor.reshape([sizes.of(a.size) for a in atoms])
-        wanted = [a for a in self.axes if a in atoms]
-        tensor = tensor.permute([atoms.index(a) for a in wanted])
-        for k, atom in enumerate(self.axes):
-            if atom not in atoms:
-                tensor = tensor.unsqueeze(k)
-        return tensor
 
     def _number(self, leaf: Term) -> Input:
         value = self.given.sizes.of(leaf.attr)
@@ -171,40 +155,16 @@ class Programs:
     # -- values ------------------------------------------------------------------------------------------------
 
     def _value(self, term: Term, values: dict[Term, Tensor]) -> Tensor:
-        """The value of ``term`` at one position, given those of its leaves."""
-        pending = [term]
-        while pending:
-            top = pending[-1]
-            missing = [a for a in top.args if a not in values]
-            if top not in values and missing:
-                pending.extend(missing)
-                continue
-            pending.pop()
-            if top not in values:
-                values[top] = self._result(top, [values[a] for a in top.args], values)
-        return values[term]
+        """The value of ``term`` at one position, given those of what it reads."""
+        return value_at(term, values, lambda leaf: self._leaf(leaf, values), self.dtype)
 
-    def _result(self, term: Term, args: list[Tensor], values: dict[Term, Tensor]) -> Tensor:
+    def _leaf(self, term: Term, values: dict[Term, Tensor]) -> Tensor:
         if term.op == "number":
-            value = term.attr
-            if isinstance(value, sympy.Basic):
-                value = int(value) if value.is_Integer else float(value)
-            kind = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else self.dtype
-            return torch.full((), value, dtype=kind)
-        if term.op == "index":
-            dim, start, step = term.attr
-            out = values[self.site.terms.index(dim, 0, 1)]
-            out = out if step == 1 else out * self._size(step, values)
-            return out if start == 0 else out + self._size(start, values)
-        if term.op == "apply":
-            target, template = term.attr
-            positional, named = pytree.tree_map_only(
-                Slot, lambda s: args[s.position], template, is_leaf=lambda x: isinstance(x, Slot)
-            )
-            return target(*positional, **dict(named))  # type: ignore[no-any-return]
-        if term.op == "float":
-            return args[0].to(self.dtype)
-        return SCALAR[term.op](*args)
+            return constant(term.attr, self.dtype, torch.device("cpu"))
+        dim, start, step = term.attr
+        out = values[self.site.terms.index(dim, 0, 1)]
+        out = out if step == 1 else out * self._size(step, values)
+        return out if start == 0 else out + self._size(start, values)
 
     def _size(self, size: Any, values: dict[Term, Tensor]) -> Any:
         size = size_of(size)
@@ -235,6 +195,9 @@ def drawn(capture: Capture) -> Draw | None:
         node = next((user for user in node.users if _compares(user)), node)
     if not _compares(node) or not is_uniform(node.args[0]):
         return None
+    others = (user for user in node.args[0].users if _compares(user))  # type: ignore[union-attr]
+    if any((user.target, user.args[1]) != (node.target, node.args[1]) for user in others):
+        return None  # the numbers alone would not tell which comparison is meant
     return Draw(node.args[0], node.target, float(node.args[1]))  # type: ignore[arg-type]
 
 

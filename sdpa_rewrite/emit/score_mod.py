@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Size, size_of
-from sdpa_rewrite.algebra.interpret import POINTWISE
-from sdpa_rewrite.algebra.term import Slot, Term, subterms
+from sdpa_rewrite.algebra.term import Term, subterms
 from sdpa_rewrite.emit.base import Inputs
 from sdpa_rewrite.emit.buffer_op import buffer
 from sdpa_rewrite.emit.heads import Heads
+from sdpa_rewrite.emit.scalars import constant, value_at
 from sdpa_rewrite.site import Site
 
-SCALAR: Mapping[str, Callable[..., Tensor]] = {k: f for k, f in POINTWISE.items() if k != "float"}
 GIANT = 1e30  # below it a logit is so small that it only matters which of such logits are equal
 
 
@@ -159,37 +156,17 @@ class _Point:
 
     def value(self, term: Term) -> Tensor:
         """The value of ``term`` here, without a dimension."""
-        pending = [term]
-        while pending:
-            top = pending[-1]
-            missing = [a for a in top.args if a not in self.values]
-            if top not in self.values and missing:
-                pending.extend(missing)
-                continue
-            pending.pop()
-            if top not in self.values:
-                self.values[top] = self._value(top, [self.values[a] for a in top.args])
-        return self.values[term]
+        return value_at(term, self.values, self._leaf, self.program.dtype)
 
-    def _value(self, term: Term, args: list[Tensor]) -> Tensor:
+    def _leaf(self, term: Term) -> Tensor:
         if term.op == "hole":
             return self._captured(term)
         if term.op == "number":
             return self._constant(term.attr)
-        if term.op == "index":
-            dim, start, step = term.attr
-            out = self.index(dim)
-            out = out if step == 1 else out * self.number(step)
-            return out if start == 0 else out + self.number(start)
-        if term.op == "apply":
-            target, template = term.attr
-            positional, named = pytree.tree_map_only(
-                Slot, lambda s: args[s.position], template, is_leaf=lambda x: isinstance(x, Slot)
-            )
-            return target(*positional, **dict(named))  # type: ignore[no-any-return]
-        if term.op == "float":
-            return args[0].to(self.program.dtype)
-        return SCALAR[term.op](*args)
+        dim, start, step = term.attr
+        out = self.index(dim)
+        out = out if step == 1 else out * self.number(step)
+        return out if start == 0 else out + self.number(start)
 
     def index(self, dim: Dim) -> Tensor:
         """The place along ``dim``."""
@@ -219,7 +196,4 @@ class _Point:
     def _constant(self, value: Any) -> Tensor:
         if isinstance(value, sympy.Basic) and not value.is_number:
             return self._only(self.program._symbols[str(value)])
-        if isinstance(value, sympy.Basic):
-            value = int(value) if value.is_Integer else float(value)
-        kind = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else self.program.dtype
-        return self.position[0].new_full((), value, dtype=kind)
+        return constant(value, self.program.dtype, self.position[0].device)

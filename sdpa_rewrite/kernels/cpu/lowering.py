@@ -8,11 +8,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch._inductor import ir, lowering
+from torch._inductor import config, ir, lowering
 from torch._inductor.virtualized import V
 
-from sdpa_rewrite.kernels.cpu.inline import CPU
-from sdpa_rewrite.kernels.cpu.source import NAME, Memory, Writer, headers
+from sdpa_rewrite.kernels.cpu.inline import CPU, TILE
+from sdpa_rewrite.kernels.cpu.source import NAME, STEP, Memory, Writer, headers
 from sdpa_rewrite.kernels.op import attention, attention_backward
 from sdpa_rewrite.kernels.spec import Spec
 
@@ -177,6 +177,7 @@ class _Body:
     def write(self) -> str:
         """The whole source."""
         program, start = self.writer.program(self.is_backward)
+        threads = config.cpp.threads if config.cpp.threads > 0 else "omp_get_max_threads()"
         call = self._backward() if self.is_backward else self._forward()
         names = self._input_names()
         arguments = [f"const {m.scalar}* {n}" for m, n in zip(self.memories, names, strict=True)]
@@ -192,7 +193,8 @@ namespace sdpa_rewrite {{
 extern "C" void {NAME}({", ".join(arguments)})
 {{
   using namespace sdpa_rewrite;
-  const int threads = omp_get_max_threads();
+  static_assert(TILE == {TILE} && STEP == {STEP});
+  const int threads = {threads};
 {call[0]}
 {start}
 {call[1]}

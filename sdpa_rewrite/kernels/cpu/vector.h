@@ -29,44 +29,6 @@ inline V fma(V a, V b, V c) {
   return at::vec::fmadd(a, b, c);
 }
 
-// e**x for x <= 0 or little above.  0 for -infinity, NaN for NaN.
-// Cody and Waite's reduction, a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2].
-inline V exponential(V x) {
-#if defined(CPU_CAPABILITY_AVX512)
-  const __m512 low = _mm512_set1_ps(-110.0f);
-  const __m512 y = _mm512_max_ps(low, x); // the second operand when one is NaN
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(y, _mm512_set1_ps(1.44269504088896341f)), 8);
-  __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), y);
-  f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), f);
-  __m512 p = _mm512_set1_ps(1.38888889e-3f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(8.33333333e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(4.16666667e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.66666667e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.5f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, n);
-#elif defined(CPU_CAPABILITY_AVX2)
-  const __m256 low = _mm256_set1_ps(-87.3f);
-  const __m256 y = _mm256_max_ps(low, x);
-  const __m256 n = _mm256_round_ps(_mm256_mul_ps(y, _mm256_set1_ps(1.44269504088896341f)), 8);
-  __m256 f = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), y);
-  f = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), f);
-  __m256 p = _mm256_set1_ps(1.38888889e-3f);
-  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(8.33333333e-3f));
-  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(4.16666667e-2f));
-  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.66666667e-1f));
-  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(0.5f));
-  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0f));
-  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0f));
-  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  p = _mm256_mul_ps(p, _mm256_castsi256_ps(power));
-  return _mm256_andnot_ps(_mm256_cmp_ps(x, low, _CMP_LT_OQ), p);
-#else
-  return x.exp();
-#endif
-}
-
 inline float largest(V x) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_reduce_max_ps(x);
@@ -90,6 +52,7 @@ inline float total(V x) {
 #endif
 }
 
+// The larger of each two; the second where one is NaN.
 inline V larger(V a, V b) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_max_ps(a, b);
@@ -97,6 +60,28 @@ inline V larger(V a, V b) {
   return _mm256_max_ps(a, b);
 #else
   return at::vec::maximum(a, b);
+#endif
+}
+
+// e**x for x <= 0 or little above.  0 for -infinity, NaN for NaN.
+// Cody and Waite's reduction, a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2].
+inline V exponential(V x) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  constexpr bool scales = W == 16; // by any power of two; else by one that is a normal number
+  const V low(scales ? -110.0f : -87.3f);
+  const V y = larger(low, x);
+  const V n = (y * V(1.44269504088896341f)).round();
+  const V f = at::vec::fmadd(n, V(2.12194440e-4f), at::vec::fmadd(n, V(-0.693359375f), y));
+  V p(1.38888889e-3f);
+  for (const float c : {8.33333333e-3f, 4.16666667e-2f, 1.66666667e-1f, 0.5f, 1.0f, 1.0f}) p = at::vec::fmadd(p, f, V(c));
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_scalef_ps(p, n);
+#else
+  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_andnot_ps(_mm256_cmp_ps(x, low, _CMP_LT_OQ), _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
+#endif
+#else
+  return x.exp();
 #endif
 }
 
