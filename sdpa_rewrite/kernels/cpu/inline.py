@@ -26,27 +26,34 @@ CTYPES = {
     torch.int8: "int8_t",
     torch.uint8: "uint8_t",
 }
+HELD = {torch.bool: torch.float32}
 CPU = torch.device("cpu")
 
 
 def row_function(name: str, module: GraphModule, inputs: Sequence[tuple[torch.dtype, bool]]) -> str:
     """``void name(const T0* in0, ..., float* out0, ...)`` over TILE positions.
 
-    ``inputs`` are the type of each input, and whether it varies along the row; else a single value is read.
+    ``inputs`` are the type of each input, and whether it varies along the row; else a single value is read.  Truth
+    values come as floats, 0 or 1: Inductor loads masks one by one.
     """
     names = [f"sdpa_rewrite_in{k}" for k in range(len(inputs))]
-    boxes = [_placeholder(n, dtype, TILE if wide else 1) for n, (dtype, wide) in zip(names, inputs, strict=True)]
+    held = [HELD.get(dtype, dtype) for dtype, _ in inputs]
+    sizes = [TILE if wide else 1 for _, wide in inputs]
+    boxes = [_placeholder(*given) for given in zip(names, (dtype for dtype, _ in inputs), sizes, strict=True)]
     results = [_loader(x) for x in _lowered(module, boxes)]
     outs = [f"sdpa_rewrite_buf{k}" for k in range(len(results))]
-    dtypes = {**dict(zip(names, (d for d, _ in inputs), strict=True)), **dict.fromkeys(outs, torch.float32)}
+    dtypes = {**dict(zip(names, held, strict=True)), **dict.fromkeys(outs, torch.float32)}
     body = _loops(results, names, outs, dtypes)
-    arguments = [f"const {CTYPES[d]}* in{k}" for k, (d, _) in enumerate(inputs)]
+    arguments = [f"const {CTYPES[d]}* in{k}" for k, d in enumerate(held)]
     arguments += [f"float* out{k}" for k in range(len(outs))]
     return f"static inline void {name}({', '.join(arguments)})\n{{\n{body}\n}}\n"
 
 
 def _placeholder(name: str, dtype: torch.dtype, size: int) -> ir.TensorBox:
-    return ir.TensorBox.create(ir.InputBuffer(name=name, layout=ir.FixedLayout(CPU, dtype, [size], [1])))
+    layout = ir.FixedLayout(CPU, HELD.get(dtype, dtype), [size], [1])
+    box = ir.TensorBox.create(ir.InputBuffer(name=name, layout=layout))
+    out: ir.TensorBox = lowering.to_dtype(box, dtype)
+    return out
 
 
 def _lowered(module: GraphModule, boxes: list[ir.TensorBox]) -> list[Any]:

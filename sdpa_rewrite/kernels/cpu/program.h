@@ -87,13 +87,23 @@ struct Table {
   }
 
   static uint8_t summary(const float* out, const Tile& t) {
-    bool visible = false, masked = false;
+    V most(0.0f), least(-2.0f); // the smallest, with the other sign
+    float last_most = 0.0f, last_least = -2.0f;
     for (int64_t r = 0; r < t.rows; ++r) {
-      for (int64_t c = 0; c < t.columns; ++c) {
-        visible |= out[r * TILE + c] != 0.0f;
-        masked |= out[r * TILE + c] != 2.0f;
+      const float* row = out + r * TILE;
+      int64_t c = 0;
+      for (; c + W <= t.columns; c += W) {
+        const V x = V::loadu(row + c);
+        most = larger(most, x);
+        least = larger(least, V(0.0f) - x);
+      }
+      for (; c < t.columns; ++c) {
+        last_most = std::max(last_most, row[c]);
+        last_least = std::max(last_least, -row[c]);
       }
     }
+    const bool visible = std::max(largest(most), last_most) > 0.0f;
+    const bool masked = std::max(largest(least), last_least) > -2.0f;
     return (visible ? 1 : 0) | (masked ? 2 : 0);
   }
 };

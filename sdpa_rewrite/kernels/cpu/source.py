@@ -13,7 +13,7 @@ import torch
 from torch._inductor.codegen.cpp_utils import cexpr
 
 from sdpa_rewrite.kernels import program
-from sdpa_rewrite.kernels.cpu.inline import CTYPES, TILE, row_function
+from sdpa_rewrite.kernels.cpu.inline import CTYPES, HELD, TILE, row_function
 from sdpa_rewrite.kernels.spec import Input, Part, Spec, dtype_named
 
 HEADERS = ("vector.h", "matmul.h", "forward.h", "backward.h", "program.h")
@@ -121,6 +121,7 @@ class Writer:
     # -- what programs read ------------------------------------------------------------------------------------
 
     def _kind(self, input: int) -> tuple[torch.dtype, bool]:
+        """The type that a program reads an input as, and whether it varies along a row."""
         what = self.spec.inputs[input]
         dtype = dtype_named(what.dtype)
         dtype = torch.float32 if dtype.is_floating_point else dtype
@@ -132,6 +133,7 @@ class Writer:
             return self._filled[input]
         at = self._filled[input] = self._scratch
         dtype, wide = self._kind(input)
+        dtype = HELD.get(dtype, dtype)
         self._scratch += STEP * (TILE if wide else 1) * max(dtype.itemsize, 4) // 4 + 16
         self._scratch = (self._scratch + 15) // 16 * 16
         what = self.spec.inputs[input]
@@ -183,7 +185,7 @@ class Writer:
             at = self._fill(input)
             dtype, wide = self._kind(input)
             tall = self._varies(self.spec.inputs[input], (2, 3))
-            ctype = CTYPES[dtype]
+            ctype = CTYPES[HELD.get(dtype, dtype)]
             lines.append(f"    auto* x{input} = reinterpret_cast<{ctype}*>(scratch + {at}); fill_{input}(t, x{input});")
             pointers.append(f"x{input}" + (f" + r * {TILE if wide else 1}" if tall else ""))
         return "\n".join(lines), pointers
