@@ -120,6 +120,18 @@ class Site:
         read = replace(capture, operand=Operand(node, capture.operand.dims))
         return replace(self, captures=tuple(read if c.name == capture.name else c for c in self.captures))
 
+    def with_negated(self, capture: Capture, node: Node) -> Site:
+        """The site that reads for ``capture``, a mask, a ``node`` that holds the opposite."""
+        hole = self.terms.hole(capture.name, capture.operand.axes)
+        opposite = {hole: self.terms.call("not", hole)}
+        site = self.with_source(capture, node)
+        return replace(
+            site,
+            score=self.terms.substitute(self.score, opposite),
+            weight=self.terms.substitute(self.weight, opposite),
+            sink=self.terms.substitute(self.sink, opposite) if self.sink is not None else None,
+        )
+
     def with_result(self, result: Operand) -> Site:
         """The site whose output is another tensor."""
         return replace(self, result=result)

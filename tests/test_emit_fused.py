@@ -15,7 +15,7 @@ from sdpa_rewrite import report
 from sdpa_rewrite.kernels.op import attention, attention_backward
 from sdpa_rewrite.kernels.spec import Spec
 from tests.harness import compiled, same_as_eager
-from tests.test_emit_flex import CASES, INFINITY, added, causal, fused_by, soft_cap, tensors
+from tests.test_emit_flex import CASES, INFINITY, added, causal, fused_by, mask_with_empty_row, soft_cap, tensors
 
 Function = Callable[..., Tensor]
 OURS = ("fused",)
@@ -135,6 +135,19 @@ def test_a_mask_tensor_is_looked_up_and_a_soft_cap_stays_where_it_hides_nothing(
     assert spec.visible is not None
     assert spec.bare is not None
     assert spec.floor == -INFINITY
+
+
+@torch.no_grad()
+def test_a_negated_mask_is_read_before_it_is_negated() -> None:
+    def visible(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return (q @ k.mT).masked_fill(~mask, -INFINITY).softmax(-1) @ v
+
+    kept: list[GraphModule] = []
+    mask = ~mask_with_empty_row(2, 1, 17, 17)
+    assert fused_by(same_as_eager(visible, *tensors(), mask, emitters=OURS)) == ["fused"]
+    torch._dynamo.reset()
+    compiled(visible, keep=kept, emitters=OURS)(*tensors(), mask)
+    assert not any("not" in str(n.target) for n in kept[0].graph.nodes if n.op == "call_function")
 
 
 def test_a_learned_bias_is_no_mask() -> None:

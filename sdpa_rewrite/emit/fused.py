@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from sdpa_rewrite.algebra.axes import Dims, atoms_of, product, same_size
 from sdpa_rewrite.algebra.interpret import evaluate
@@ -26,7 +27,8 @@ from sdpa_rewrite.emit.visible import visibility
 from sdpa_rewrite.kernels.cpu import lowering as cpu_lowering
 from sdpa_rewrite.kernels.op import differentiable_attention
 from sdpa_rewrite.kernels.spec import Spec, name_of
-from sdpa_rewrite.site import Site
+from sdpa_rewrite.lift.ops import is_call, opname
+from sdpa_rewrite.site import Capture, Site
 
 INFINITY = float("inf")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,11 +48,13 @@ class Fused:
         return [*_type_reasons(site), *_program_reasons(site)]
 
     def prepared(self, site: Site) -> Site:
-        """Dropout is read from its random numbers, which the kernel can draw itself, and not from the mask."""
+        """Dropout is read from its random numbers, which the kernel can draw, a negated mask before it is negated."""
         for capture in site.captures:
-            draw = drawn(capture)
+            draw, mask = drawn(capture), negated_mask(capture)
             if draw is not None and draw.numbers.meta["val"].shape == capture.operand.node.meta["val"].shape:
                 site = site.with_source(capture, draw.numbers)
+            elif mask is not None:
+                site = site.with_negated(capture, mask)
         return site
 
     def emit(self, site: Site, inputs: Inputs) -> tuple[Tensor, Dims]:
@@ -136,6 +140,15 @@ def _linear(terms: Terms, term: Term, hole: Term) -> Term | None:
         if other.op == "number" and other.attr == 0:
             return terms.call("where", *args)
     return None
+
+
+def negated_mask(capture: Capture) -> Node | None:
+    """The mask that a capture is the opposite of, if it is one: reading it saves a tensor as large as the mask."""
+    node = capture.operand.node
+    if not is_call(node) or opname(node) not in ("bitwise_not", "logical_not"):
+        return None
+    (source,) = node.all_input_nodes
+    return source if source.meta["val"].dtype == torch.bool else None
 
 
 def _order(site: Site, dims: Dims) -> tuple[int, ...]:
