@@ -75,6 +75,23 @@ def test_soft_cap_with_symbolic_shapes(dtype: torch.dtype) -> None:
     assert {o.emitter for o in collected.sites} == {"fused"}
 
 
+@torch.no_grad()
+def test_our_hyperbolic_tangent() -> None:
+    """Two keys, whose logits are tanh(score) and 0: sigmoid(tanh(score)) comes out."""
+    x = torch.cat([torch.linspace(-12, 12, 5001), torch.logspace(-30, 1, 500), torch.tensor([INFINITY, -INFINITY])])
+    q, k, v = x.view(1, 1, -1, 1).repeat(1, 1, 1, 2) / 2, torch.ones(1, 1, 2, 2), torch.eye(2).view(1, 1, 2, 2)
+    hidden = torch.tensor([False, True])
+
+    def function(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        return torch.tanh(q @ k.mT).masked_fill(hidden, 0.0).softmax(-1) @ v
+
+    exact = x.double().tanh().sigmoid()
+    with report.collect() as collected:
+        out = ours(function)(q, k, v, hidden)[..., 0].flatten().double()
+    assert [o.emitter for o in collected.sites] == ["fused"]
+    assert (out - exact).abs().max() < 2.5e-7  # four roundings
+
+
 def test_learned_bias_and_temperature_beside_a_mask_with_a_full_row() -> None:
     q, k, v = (torch.randn(2, 4, 100, 32) for _ in range(3))
     hidden = torch.rand(2, 1, 100, 100) > 0.7
