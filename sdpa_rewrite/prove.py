@@ -12,7 +12,7 @@ will instead: what holds for any outcome of a condition holds for the outcome it
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ from torch import Tensor
 from sdpa_rewrite.algebra.interpret import evaluate
 from sdpa_rewrite.algebra.linear import is_linear
 from sdpa_rewrite.algebra.term import Term, contains, subterms
-from sdpa_rewrite.algebra.tiny import COMPARISONS, Inconsistent, TinyWorld, agree, can_shrink
+from sdpa_rewrite.algebra.tiny import Inconsistent, TinyWorld, agree, can_shrink
+from sdpa_rewrite.algebra.watch import Watch, conditions, magnitudes
 from sdpa_rewrite.reference import attention
 from sdpa_rewrite.site import Miss, Operand, Site
 
 NOT_EVALUATED = (Inconsistent, RuntimeError, IndexError, KeyError, TypeError, ValueError)  # what evaluation may raise
-CONDITIONS = COMPARISONS | {"maximum", "minimum"}
 GENERIC, SPECIAL, MOST = 2, 3, 8  # draws: generic values, special values, and more while a condition is undecided
 ROUNDING, EPS, LARGEST = 1e-8, torch.finfo(torch.float64).eps, 1e10
 Values = Mapping[str, Tensor]
@@ -78,22 +78,11 @@ def try_out(site: Site, draw: Draw, extra: Sequence[Term] = (), wide: Mapping[st
         values[role] = world.expanded(values[role], operand.axes).detach().clone().requires_grad_()
     scores = None
     if draw.pinned:
-        scores = world.extreme(site.scores_term, _constants(site))
+        limits = magnitudes(t for t in conditions([site.result_term]) if contains(t, site.scores_term))
+        scores = world.extreme(site.scores_term, limits)
         world.values[site.scores_term] = scores
     with torch.set_grad_enabled(bool(wide)):
         return Trial(world, values, attention(site, world, values, scores))
-
-
-def _constants(site: Site) -> list[float]:
-    """Magnitudes that the scores are compared with."""
-    found = [
-        abs(float(n.attr))
-        for t in subterms(site.result_term)
-        if t.op in CONDITIONS and contains(t, site.scores_term)
-        for n in t.args
-        if n.op == "number" and isinstance(n.attr, (int, float)) and 0 < abs(n.attr) < 1e30
-    ]
-    return sorted(set(found))
 
 
 def tolerance(site: Site) -> float:
@@ -107,54 +96,19 @@ def tolerance(site: Site) -> float:
     return max(ROUNDING, 8 * EPS * max((n for n in numbers if n <= LARGEST), default=0.0))
 
 
-@dataclass
-class Watch:
-    """Which outcomes the conditions of a proof have had."""
-
-    terms: Sequence[Term]
-    scores: Term
-    open: dict[Term, set[bool]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        found = {t for term in self.terms for t in subterms(term) if t.op in CONDITIONS}
-        self.open = {t: set() for t in sorted(found, key=lambda t: t.order)}
-
-    def note(self, world: TinyWorld) -> None:
-        """Note the outcomes in a world."""
-        for term in list(self.open):
-            sides = self.open[term]
-            sides.update(_sides(term, world))
-            if len(sides) == 2:
-                del self.open[term]
-
-    def of_scores(self) -> list[Term]:
-        """Conditions on the scores that have had one outcome only."""
-        return [t for t in self.open if contains(t, self.scores)]
-
-    def of_others(self) -> tuple[Term, ...]:
-        """Other conditions that have had one outcome only."""
-        return tuple(t for t in self.open if not contains(t, self.scores))
+def _of_scores(watch: Watch, site: Site) -> list[Term]:
+    """Conditions on the scores that have had one outcome only."""
+    return [t for t in watch.open if contains(t, site.scores_term)]
 
 
-def _sides(term: Term, world: TinyWorld) -> set[bool]:
-    value = world.values.get(term)
-    if value is None:
-        return set()
-    if value.dtype == torch.bool:
-        return {bool(v) for v in (value.any(), value.all())}
-    a, b = (world.values[x] for x in term.args)
-    less = a < b
-    return {bool(v) for v in (less.any(), not (a > b).any())}
-
-
-def draws(watch: Watch) -> Iterable[Draw]:
+def draws(watch: Watch, site: Site) -> Iterable[Draw]:
     """The worlds of a proof: a fixed few, then more for conditions that have shown one side only."""
     for seed in range(GENERIC + SPECIAL):
         yield Draw(seed, special=seed >= GENERIC)
     for seed in range(GENERIC + SPECIAL, MOST):
-        if watch.of_scores():
+        if _of_scores(watch, site):
             yield Draw(seed, special=True, pinned=True)
-    forced = watch.of_others()
+    forced = tuple(t for t in watch.open if not contains(t, site.scores_term))
     if forced:
         yield Draw(MOST, forced=forced)
         yield Draw(MOST + 1, special=True, forced=forced)
@@ -162,8 +116,8 @@ def draws(watch: Watch) -> Iterable[Draw]:
 
 def forward(site: Site) -> None:
     """Raise ``Miss`` unless the site's meaning is what its output node computes."""
-    watch = Watch([site.result_term], site.scores_term)
-    for draw in draws(watch):
+    watch = Watch([site.result_term])
+    for draw in draws(watch, site):
         try:
             trial = try_out(site, draw)
             original = evaluate(site.result_term, trial.world)
@@ -174,7 +128,7 @@ def forward(site: Site) -> None:
             kind = "with fully masked rows" if draw.special else "on random data"
             raise Miss(f"its meaning differs from the graph {kind}, by {difference:.3g}", "proof", site.softmax_node)
         watch.note(trial.world)
-    for stuck in watch.of_scores():
+    for stuck in _of_scores(watch, site):
         raise Miss(f"a condition on the scores never changed in {MOST} draws: {stuck}", "proof", stuck.node)
 
 
@@ -183,14 +137,14 @@ def gradients(site: Site, claims: Sequence[Claim]) -> list[Claim]:
     assert site.cotangent_term is not None
     base = [site.result_term, site.cotangent_term]
     own = set(subterms(site.result_term))
-    left = [c for c in claims if is_linear(c.term, site.cotangent_term, own, site.scores_term)]
+    left = [c for c in claims if is_linear(c.term, [site.cotangent_term], own, lambda t: contains(t, site.scores_term))]
     left = [c for c in left if can_shrink([*base, c.term])]
     for seed in range(2):  # most claims are refuted at once: what is left is looked at more closely
         left = _agreeing(site, Draw(seed), left)
-    watch = Watch([site.result_term, *(c.term for c in left)], site.scores_term)
-    for draw in draws(watch):
+    watch = Watch([site.result_term, *(c.term for c in left)])
+    for draw in draws(watch, site):
         left = _agreeing(site, draw, left, watch)
-    stuck = set(watch.of_scores())
+    stuck = set(_of_scores(watch, site))
     return [c for c in left if not any(t in stuck for t in subterms(c.term))]
 
 

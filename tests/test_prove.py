@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sdpa_rewrite import prove
 from sdpa_rewrite.algebra.linear import is_linear
-from sdpa_rewrite.algebra.term import Term, Terms
+from sdpa_rewrite.algebra.term import Term, Terms, contains
 from sdpa_rewrite.site import Miss, Site
 from tests.joint import tensors, the_site
 
@@ -89,4 +89,12 @@ def test_a_relation_of_indices_may_be_forced() -> None:
 )
 def test_linear_in_the_cotangent(site: Site, make: Callable[[Terms, Term, Term], Term], linear: bool) -> None:
     terms = site.terms
-    assert is_linear(make(terms, site.value_term, site.scores_term), site.value_term, set(), site.scores_term) is linear
+    term = make(terms, site.value_term, site.scores_term)
+    assert is_linear(term, [site.value_term], set(), lambda t: contains(t, site.scores_term)) is linear
+
+
+def test_linear_in_two_cotangents_together(site: Site) -> None:
+    g, h, terms = site.value_term, site.query_term, site.terms
+    assert is_linear(terms.call("add", g, h), [g, h], set(), lambda t: False)
+    assert not is_linear(terms.call("add", g, h), [g], set(), lambda t: False)
+    assert not is_linear(terms.call("mul", g, h), [g, h], set(), lambda t: False)

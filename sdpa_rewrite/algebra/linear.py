@@ -6,11 +6,13 @@ through it only beyond some size; its structure can.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
-from sdpa_rewrite.algebra.term import Term, contains
+from sdpa_rewrite.algebra.term import Term
 
 Degree = Literal["zero", "constant", "linear", "other"]
 LINEAR_FIRST = frozenset({"tanh_backward", "sigmoid_backward", "neg", "clone"})  # linear in the first argument
@@ -20,31 +22,43 @@ ANALYTIC = frozenset(  # functions that no far-away condition hides in
 )
 
 
-def is_linear(term: Term, leaf: Term, known: set[Term], scores: Term) -> bool:
-    """Whether ``term`` is linear in the tensor of ``leaf``.
+@dataclass(frozen=True)
+class _Question:
+    """In which tensors a term is to be linear; terms of the forward; what is not to hide a condition."""
 
-    Functions of the ``scores`` with a condition inside are taken from ``known`` terms (the forward's) only.
+    nodes: frozenset[Any]
+    known: Set[Term]
+    guarded: Callable[[Term], bool]
+
+
+def is_linear(term: Term, leaves: Iterable[Term], known: Set[Term], guarded: Callable[[Term], bool]) -> bool:
+    """Whether ``term`` is linear in the tensors of ``leaves`` taken together.
+
+    Functions with a condition inside are taken from ``known`` terms (the forward's) only, where they are ``guarded``
+    (of the scores, say).
     """
-    return _degree(term, leaf, known, scores, {}) in ("linear", "zero")
+    question = _Question(frozenset(leaf.attr[0] for leaf in leaves), known, guarded)
+    return _degree(term, question) in ("linear", "zero")
 
 
-def _degree(term: Term, leaf: Term, known: set[Term], scores: Term, memo: dict[Term, Degree]) -> Degree:
+def _degree(term: Term, question: _Question) -> Degree:
+    memo: dict[Term, Degree] = {}
     stack = [term]
     while stack:  # an explicit stack: graphs are deeper than Python's
         top = stack[-1]
-        missing = [a for a in top.args if a not in memo and (a not in known or a.op == "number")]
+        missing = [a for a in top.args if a not in memo and (a not in question.known or a.op == "number")]
         if top in memo or not missing:
             stack.pop()
             if top not in memo:
-                memo[top] = _combine(top, [memo.get(a, "constant") for a in top.args], leaf, known, scores)
+                memo[top] = _combine(top, [memo.get(a, "constant") for a in top.args], question)
         else:
             stack.extend(missing)
     return memo[term]
 
 
-def _combine(term: Term, args: list[Degree], leaf: Term, known: set[Term], scores: Term) -> Degree:
+def _combine(term: Term, args: list[Degree], question: _Question) -> Degree:
     if term.op == "leaf":
-        return "linear" if term.attr[0] is leaf.attr[0] else "constant"
+        return "linear" if term.attr[0] in question.nodes else "constant"
     if term.op == "number" and not isinstance(term.attr, bool) and term.attr == 0:
         return "zero"
     if "other" in args:
@@ -52,14 +66,14 @@ def _combine(term: Term, args: list[Degree], leaf: Term, known: set[Term], score
     if term.op == "mul" and "zero" in args:
         return "zero"
     if "linear" not in args:
-        return _constant(term, args, known, scores)
+        return _constant(term, args, question)
     return _passes(term, args)
 
 
-def _constant(term: Term, args: list[Degree], known: set[Term], scores: Term) -> Degree:
+def _constant(term: Term, args: list[Degree], question: _Question) -> Degree:
     if args and all(a == "zero" for a in args) and term.op in ("add", "reduce", "cat", "part"):
         return "zero"
-    if term.op == "apply" and _name(term) not in ANALYTIC and term not in known and contains(term, scores):
+    if term.op == "apply" and _name(term) not in ANALYTIC and term not in question.known and question.guarded(term):
         return "other"
     return "constant"
 

@@ -60,11 +60,17 @@ class TinyWorld(World):
 
     ``special``: bias-like leaves also hold -inf and finite minima, whole rows of them.  ``generic``: leaves that are
     operands of contractions and never hold special values.  ``columns``: the axes of the keys, along which masks
-    are made to cover whole rows.
+    are made to cover whole rows.  ``scales``: each value of a tensor is multiplied by one of these (by 1, if none).
     """
 
     def __init__(
-        self, terms: Sequence[Term], columns: Sequence[Atom], generic: set[Any], seed: int, special: bool
+        self,
+        terms: Sequence[Term],
+        columns: Sequence[Atom],
+        generic: set[Any],
+        seed: int,
+        special: bool,
+        scales: Sequence[float] = (),
     ) -> None:
         found = {t for term in terms for t in subterms(term)}
         atoms = {a for t in found for a in _atoms(t)}
@@ -72,7 +78,7 @@ class TinyWorld(World):
         self.sizes = TinySizes(atoms, joins, turn=seed)
         super().__init__(sorted(atoms, key=lambda a: a.name))
         self.columns, self.generic = tuple(columns), generic
-        self.seed, self.special = seed, special
+        self.seed, self.special, self.scales = seed, special, tuple(scales)
         self.random = torch.Generator().manual_seed(seed)
         self.pools = _pools(found)
         self.symbols: dict[sympy.Symbol, int] = {}
@@ -178,6 +184,9 @@ class TinyWorld(World):
             picked = self._rows(picked, columns, values[0], values[-1])
             return picked if dtype.is_floating_point else picked.to(torch.int64)
         value = torch.randn(shape, generator=self.random, dtype=torch.float64)
+        if self.scales:
+            scales = torch.tensor(self.scales, dtype=torch.float64)
+            value = value * scales[torch.randint(len(scales), shape, generator=self.random)]
         if self.special and node not in self.generic and columns:
             fill = -INFINITY if self.seed % 2 else -3.4028234663852886e38
             value = torch.where(torch.rand(shape, generator=self.random) < 0.3, fill, value)

@@ -274,7 +274,8 @@ class _Walk:
         """Values worth not computing that somebody else needs, each with its reader."""
         core, results = self.region.core(), {r.node for r in self.region.roots}
         alive = self._alive(results | set(provided))
-        return [(n, alive[n]) for n in sorted(alive, key=lambda n: self.order.get(n, 0)) if n in core]
+        held = sorted((n for n in alive if n in core), key=lambda n: self.order.get(n, 0))
+        return [(n, alive[n]) for n in held if not results.intersection(_behind(n))]  # a result's cast is made of it
 
     def unread(self, provided: Iterable[Node]) -> Node | None:
         """A further result of the pattern that nobody outside reads."""

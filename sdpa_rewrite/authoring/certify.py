@@ -1,6 +1,7 @@
 """The proof: the pattern computes what the region computes, and each gradient is autograd of the pattern.
 
-Both are evaluated on small random instances in float64, masked rows and special values included, as for a site.
+Both are evaluated on small random instances in float64, masked rows and special values included, as for a site.  Every
+condition is to be seen on both sides: where it reads numbers that random data does not reach, larger values are drawn.
 """
 
 from __future__ import annotations
@@ -17,14 +18,26 @@ from sdpa_rewrite.algebra.axes import Atom, Dim
 from sdpa_rewrite.algebra.interpret import World, evaluate
 from sdpa_rewrite.algebra.linear import is_linear
 from sdpa_rewrite.algebra.term import Term, subterms
-from sdpa_rewrite.algebra.tiny import COMPARISONS, Inconsistent, TinyWorld, agree
+from sdpa_rewrite.algebra.tiny import Inconsistent, TinyWorld, agree
+from sdpa_rewrite.algebra.watch import Watch, magnitudes
 from sdpa_rewrite.authoring.hole import is_program, program_name
 from sdpa_rewrite.authoring.region import Region, summed
 from sdpa_rewrite.site import Miss, Operand
 
 NOT_EVALUATED = (Inconsistent, RuntimeError, IndexError, KeyError, TypeError, ValueError)
-DRAWS = ((0, False), (1, False), (2, True), (3, True), (4, True))
-MORE = ((5, True), (6, False), (7, True), (8, False))  # while a condition has shown one side only
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a small instance is drawn.  ``scales``: magnitudes of the values of tensors (1, if none are given)."""
+
+    seed: int
+    special: bool
+    scales: tuple[float, ...] = ()
+
+
+DRAWS = (Draw(0, False), Draw(1, False), Draw(2, True), Draw(3, True), Draw(4, True))
+MORE = 4  # draws while a condition has shown one side only, and as many of larger values
 
 
 class PatternWorld(World):
@@ -105,11 +118,11 @@ class Trial:
     results: tuple[Tensor, ...]
 
 
-def try_out(region: Region, seed: int, special: bool, extra: Sequence[Term] = (), grad: bool = False) -> Trial:
+def try_out(region: Region, draw: Draw, extra: Sequence[Term] = (), grad: bool = False) -> Trial:
     """Evaluate the pattern on random data."""
     terms = [*region.terms, *extra, *region.tensors.values()]
     columns = sorted(_columns(region), key=lambda a: a.name)
-    world = TinyWorld(terms, columns, _generic(region, extra), seed, special)
+    world = TinyWorld(terms, columns, _generic(region, extra), draw.seed, draw.special, draw.scales)
     values: dict[str, Tensor] = {}
     for name, term in region.tensors.items():
         x = world.gather(evaluate(term, world), region.dims[name])
@@ -155,35 +168,25 @@ def _generic(region: Region, extra: Sequence[Term]) -> set[Any]:
     return {t.attr[0] for t in leaves}
 
 
-def _draws(terms: Sequence[Term], seen: _Seen) -> Iterator[tuple[int, bool]]:
+def _draws(watch: Watch) -> Iterator[Draw]:
+    """A fixed few, then more while a condition has shown one side only."""
     yield from DRAWS
-    for draw in MORE:
-        if seen.open:
-            yield draw
-
-
-class _Seen:
-    """Which comparisons have had both outcomes."""
-
-    def __init__(self, terms: Sequence[Term]) -> None:
-        self.open: dict[Term, set[bool]] = {t: set() for term in terms for t in subterms(term) if t.op in COMPARISONS}
-
-    def note(self, world: TinyWorld) -> None:
-        for term in list(self.open):
-            value = world.values.get(term)
-            if value is not None:
-                self.open[term] |= {bool(value.any()), bool(value.all())}
-                if len(self.open[term]) == 2:
-                    del self.open[term]
+    for seed in range(len(DRAWS), len(DRAWS) + MORE):
+        if watch.open:
+            yield Draw(seed, seed % 2 == 1)
+    for seed in range(len(DRAWS) + MORE, len(DRAWS) + 2 * MORE):
+        if watch.open:
+            large = (c * n for n in magnitudes(watch.open) for c in (4.0, 64.0))
+            yield Draw(seed, seed % 2 == 1, (1.0, *large))
 
 
 def forward(region: Region) -> None:
     """Raise ``Miss`` unless the pattern is what the region computes."""
-    seen = _Seen(region.terms)
+    watch = Watch(region.terms)
     root = region.roots[0].node
-    for seed, special in _draws(region.terms, seen):
+    for draw in _draws(watch):
         try:
-            trial = try_out(region, seed, special)
+            trial = try_out(region, draw)
             for k, term in enumerate(region.terms):
                 theirs = trial.world.gather(evaluate(term, trial.world), result_dims(region, k))
                 difference = agree(theirs, trial.results[k])
@@ -191,39 +194,45 @@ def forward(region: Region) -> None:
                     raise Miss(f"it differs from the pattern on random data, by {difference:.3g}", "proof", root)
         except NOT_EVALUATED as error:
             raise Miss(f"it cannot be evaluated on a small instance: {error}", "proof", root) from error
-        seen.note(trial.world)
-    if seen.open:
-        raise Miss("a condition in it had one outcome only in all draws", "proof", root)
+        watch.note(trial.world)
+    for stuck in watch.open:
+        raise Miss(f"a condition in it had one outcome only in all draws: {stuck}", "proof", stuck.node or root)
 
 
 def gradients(region: Region, cotangents: Sequence[Term | None], claims: Sequence[Claim]) -> list[Claim]:
-    """The claims that hold on every draw, and that are linear in the cotangents by construction."""
+    """The claims that hold on every draw, and that are linear in the cotangents by construction.
+
+    One that has a condition of which only one side was seen does not count: a gradient that is clipped, but only where
+    no draw came.
+    """
     own = {t for term in region.terms for t in subterms(term)}
-    left = [c for c in claims if _linear(c.term, cotangents, own, region.terms[0])]
-    for seed, special in DRAWS:
-        if left:
-            left = _agreeing(region, cotangents, left, seed, special)
-    return left
-
-
-def _linear(term: Term, cotangents: Sequence[Term | None], own: set[Term], root: Term) -> bool:
-    """Whether ``term`` is linear in the cotangents taken together."""
     given = [c for c in cotangents if c is not None]
-    return all(is_linear(term, c, own, root) or not _reads(term, c) for c in given) and any(
-        _reads(term, c) for c in given
-    )
+    left = [c for c in claims if is_linear(c.term, given, own, _reads_tensors)]
+    for draw in DRAWS[:2]:  # most claims are refuted at once: what is left is looked at more closely
+        left = _agreeing(region, cotangents, left, draw)
+    watch = Watch([c.term for c in left])
+    for draw in _draws(watch):
+        left = _agreeing(region, cotangents, left, draw, watch)
+    stuck = set(watch.open)
+    return [c for c in left if not stuck.intersection(subterms(c.term))]
 
 
-def _reads(term: Term, leaf: Term) -> bool:
-    return any(t.op == "leaf" and t.attr[0] is leaf.attr[0] for t in subterms(term))
+def _reads_tensors(term: Term) -> bool:
+    return any(t.op == "leaf" for t in subterms(term))
 
 
 def _agreeing(
-    region: Region, cotangents: Sequence[Term | None], claims: list[Claim], seed: int, special: bool
+    region: Region,
+    cotangents: Sequence[Term | None],
+    claims: list[Claim],
+    draw: Draw,
+    watch: Watch | None = None,
 ) -> list[Claim]:
+    if not claims:
+        return []
     given = [c for c in cotangents if c is not None]
     try:
-        trial = try_out(region, seed, special, [*given, *(c.term for c in claims)], grad=True)
+        trial = try_out(region, draw, [*given, *(c.term for c in claims)], grad=True)
     except NOT_EVALUATED:
         return []
     world = trial.world
@@ -237,7 +246,10 @@ def _agreeing(
         [r for r, _ in outputs], [trial.values[n] for n in names], [s for _, s in outputs], allow_unused=True
     )
     true = {n: g for n, g in zip(names, found, strict=True) if g is not None}
-    return [c for c in claims if c.name in true and _holds(region, world, c, true[c.name])]
+    kept = [c for c in claims if c.name in true and _holds(region, world, c, true[c.name])]
+    if watch is not None:
+        watch.note(world)
+    return kept
 
 
 def _holds(region: Region, world: TinyWorld, claim: Claim, gradient: Tensor) -> bool:

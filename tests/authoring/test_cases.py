@@ -14,7 +14,7 @@ from torch import Tensor
 from sdpa_rewrite import Match, NoMatch, Pattern, Scalar, config, explain, pattern, patterns
 from sdpa_rewrite.graph_pass import AttentionPass, registered_patterns_key
 from sdpa_rewrite.rewrite import Refused
-from sdpa_rewrite.testing import assert_misses, assert_rewrites, record_graphs
+from sdpa_rewrite.testing import assert_misses, assert_rewrites, compare, record_graphs
 from tests.authoring import forms
 
 Q, K, V = Annotated[Tensor, "b h i d"], Annotated[Tensor, "b h j d"], Annotated[Tensor, "b h j e"]
@@ -100,6 +100,38 @@ def test_a4_a_wrong_gradient_is_refused_too() -> None:
     with config.patch(emitters=()):
         reason = "the gradient of k: only the pattern has one"
         assert_misses(function, forms.tensors(grad=True)[:3], reason=reason, patterns=[tripled])
+
+
+class Clipped(torch.autograd.Function):
+    """The identity, whose gradient is changed, but only far away."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.way = way
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return (g * (x.abs() < 1000) if ctx.way == "zero" else g * (1 + torch.floor(x.abs() / 1000))), None
+
+
+@pytest.mark.parametrize("way", ["zero", "steps"])
+@pytest.mark.parametrize("where", ["scores", "gate"])
+def test_a_gradient_that_is_changed_far_away_only_is_no_gradient_of_the_pattern(where: str, way: str) -> None:
+    def clipped(name: str, x: Tensor) -> Tensor:
+        made: Tensor = Clipped.apply(x, way) if name == where else x
+        return made
+
+    def function(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return clipped("scores", (q @ k.mT) * 0.5).softmax(-1) @ v * clipped("gate", g * 500).sigmoid()
+
+    with config.patch(emitters=()):
+        wide = [(10 * x).requires_grad_() for x in forms.tensors()]
+        told = compare(function, wide, patterns=[forms.gated])
+    # the gate's gradient is the pattern's up to where it is clipped
+    assert [o.status for o in told.sites] == ["missed" if where == "scores" else "fused"]
 
 
 def test_a5_a_replacement_that_does_not_fit_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

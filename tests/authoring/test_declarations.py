@@ -51,6 +51,10 @@ def capped(q: Tensor, k: Tensor, v: Tensor, g: Tensor, m: Tensor, b: Tensor) -> 
     return torch.tanh(g) * (s.softmax(-1) @ v)
 
 
+def clamped(q: Tensor, k: Tensor, v: Tensor, g: Tensor, m: Tensor, b: Tensor) -> Tensor:
+    return torch.tanh(g) * ((q @ k.mT).clamp(-50.0, 50.0).softmax(-1) @ v)  # no usual score is that large
+
+
 def biased(q: Tensor, k: Tensor, v: Tensor, g: Tensor, m: Tensor, b: Tensor) -> Tensor:
     return b[:, None] + ((q @ k.mT) * 0.5).softmax(-1) @ v * torch.sigmoid(g)
 
@@ -64,7 +68,9 @@ def told(p: Pattern, function: Callable[..., Any], *args: Any, **options: Any) -
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize(("function", "caught"), [(capped, ("tanh", False)), (biased, ("sigmoid", True))])
+@pytest.mark.parametrize(
+    ("function", "caught"), [(capped, ("tanh", False)), (biased, ("sigmoid", True)), (clamped, ("tanh", False))]
+)
 def test_programs_choices_and_options(
     function: Callable[..., Any], caught: tuple[str, bool], grad: bool, dynamic: bool
 ) -> None:
@@ -75,6 +81,7 @@ def test_programs_choices_and_options(
     )
     assert seen[-1][:2] == caught
     assert ("tanh" in seen[-1][2]) == (function is capped)
+    assert ("minimum" in seen[-1][2]) == (function is clamped)
 
 
 @pattern(register=False)
@@ -93,12 +100,13 @@ def with_probabilities_again(q: Tensor, k: Tensor, v: Tensor, scale: float) -> t
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("mean", [False, True], ids=["probabilities", "their mean"])
-def test_several_outputs(mean: bool, grad: bool, dynamic: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_several_outputs(dtype: torch.dtype, mean: bool, grad: bool, dynamic: bool) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         p = F.softmax((q @ k.mT) / math.sqrt(q.shape[-1]), -1)
         return (p @ v).transpose(1, 2).flatten(2), p.mean(1) if mean else p
 
-    args = [torch.randn(2, 3, 8, 6, requires_grad=grad) for _ in range(3)]
+    args = [torch.randn(2, 3, 8, 6, dtype=dtype, requires_grad=grad) for _ in range(3)]
     assert told(with_probabilities, function, *args, dynamic=dynamic)[0] == "pattern with_probabilities"
 
 

@@ -17,16 +17,7 @@ FOLDER = Path(patterns.__file__).parent
 LIBRARY = sorted((p for p in patterns.active() if p.function.__module__.startswith("sdpa_rewrite.patterns")), key=str)
 
 
-UNREAD = pytest.mark.xfail(
-    reason="in training, the cotangent of its second result is not told from the first's", strict=True
-)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [pytest.param(p, marks=UNREAD if p.name == "returned_probabilities" else ()) for p in LIBRARY],
-    ids=lambda p: p.name,
-)
+@pytest.mark.parametrize("pattern", LIBRARY, ids=lambda p: p.name)
 def test_the_law(pattern: Pattern) -> None:
     check_pattern(pattern, cases=PAIRWISE, near_misses=6)
 
