@@ -138,20 +138,22 @@ class BackwardThread {
   }
 
   void step(const Tile& t, Block kind, float* grad_key, float* grad_value) {
-    const int64_t n = t.rows * TILE;
     const float *q = query + t.row * depth_words, *o = grad + t.row * width_words;
-    multiply<DOT>(q, depth_words, 1, key, TILE, scores, TILE, t.rows, TILE, words<DOT>(size.depth), nullptr, true);
+    multiply<DOT>(q, depth_words, 1, key, TILE, scores, TILE, t.rows, t.wide(), words<DOT>(size.depth), nullptr, true);
     if constexpr (MODIFIED) {
-      for (int64_t k = 0; k < n; k += W) (V::loadu(scores + k) * V(call.scale)).store(raw + k);
-      std::copy_n(raw, n, scores);
+      each_vector(t, [&](int64_t k) {
+        const V x = V::loadu(scores + k) * V(call.scale);
+        x.store(raw + k);
+        x.store(scores + k);
+      });
     }
     logits(program, scores, t, MODIFIED ? 1.0f : call.scale, kind, scratch);
-    multiply<DOT>(o, width_words, 1, value, TILE, slope, TILE, t.rows, TILE, words<DOT>(size.width), nullptr, true);
+    multiply<DOT>(o, width_words, 1, value, TILE, slope, TILE, t.rows, t.wide(), words<DOT>(size.width), nullptr, true);
     if constexpr (P::has_factor) program.factor(factor, t, scratch);
     differentiate(t);
     if constexpr (MODIFIED) {
       program.backward(raw, slope, t, kind, scratch, learned);
-      for (int64_t k = 0; k < n; k += W) (V::loadu(slope + k) * V(call.scale)).store(slope + k);
+      each_vector(t, [&](int64_t k) { (V::loadu(slope + k) * V(call.scale)).store(slope + k); });
     }
     const int64_t r = words<DOT>(t.row), rows = words<DOT>(t.rows);
     const float* weights = transposed(probability, t.rows);
@@ -178,9 +180,10 @@ class BackwardThread {
   // From logits and the slopes of the weights: probabilities, times the factor, and the slopes of the logits.
   void differentiate(const Tile& t) {
     const V s(MODIFIED ? 1.0f : call.scale);
+    const int64_t wide = t.wide();
     for (int64_t r = 0; r < t.rows; ++r) {
       const V shift(maximum[t.row + r]), share(inverse[t.row + r]), less(delta[t.row + r]);
-      for (int64_t k = r * TILE; k < (r + 1) * TILE; k += W) {
+      for (int64_t k = r * TILE; k < r * TILE + wide; k += W) {
         V p = exponential(V::loadu(scores + k) * s - shift) * share; // rounded as in the forward
         V slopes = V::loadu(slope + k);
         if constexpr (P::has_factor) {

@@ -22,7 +22,17 @@ struct Tile {
   int64_t b, h, g0, i0, span, row, rows, column, columns;
   int64_t g(int64_t r) const { return g0 + (row + r) / span; }
   int64_t i(int64_t r) const { return i0 + (row + r) % span; }
+  int64_t wide() const { return round_up(columns, W); } // what is computed of a row; memory beyond holds anything
 };
+
+// f(k) for each vector of the computed part of a tile, k where it lies.
+template <class F>
+inline void each_vector(const Tile& t, const F& f) {
+  const int64_t wide = t.wide();
+  for (int64_t r = 0; r < t.rows; ++r) {
+    for (int64_t k = r * TILE; k < r * TILE + wide; k += W) f(k);
+  }
+}
 
 // A program, P below, is a struct that is written for each call (source.py).  It has
 //   has_score, has_bare, has_factor   whether there is a score program, one without masks, a factor of probabilities
@@ -68,7 +78,7 @@ inline Tile part(const Tile& t, int64_t row, int64_t rows, int64_t column, int64
 template <class P>
 inline void logits(const P& program, float* tile, const Tile& t, float scale, Block kind, float* scratch) {
   if (scale != 1.0f && (P::has_score || P::has_bare)) {
-    for (int64_t k = 0; k < t.rows * TILE; k += W) (V::loadu(tile + k) * V(scale)).store(tile + k);
+    each_vector(t, [&](int64_t k) { (V::loadu(tile + k) * V(scale)).store(tile + k); });
   }
   if constexpr (P::has_score) {
     if (kind == Block::mixed) program.score(tile, t, scratch);
@@ -76,10 +86,8 @@ inline void logits(const P& program, float* tile, const Tile& t, float scale, Bl
   if constexpr (P::has_bare) {
     if (kind == Block::bare) program.bare(tile, t, scratch);
   }
-  if (t.columns < TILE) {
-    for (int64_t r = 0; r < t.rows; ++r) {
-      for (int64_t c = t.columns; c < TILE; ++c) tile[r * TILE + c] = -INFINITE;
-    }
+  for (int64_t r = 0; r < t.rows; ++r) {
+    for (int64_t c = t.columns; c < t.wide(); ++c) tile[r * TILE + c] = -INFINITE;
   }
 }
 
@@ -89,9 +97,9 @@ struct Rows { // running statistics of rows
   float* alpha;    // [rows]: by what the last tile made earlier ones smaller
 };
 
-// Probabilities of a tile, not yet divided by the rows' sums, in place of its logits (times `scale`).
+// Probabilities of a tile N vectors wide, not yet divided by the rows' sums, in place of its logits (times `scale`).
+template <int N>
 inline void soften(float* tile, const Rows& rows, int64_t n, float scale) {
-  constexpr int N = TILE / W;
   const V s(scale);
   for (int64_t r = 0; r < n; ++r) {
     float* row = tile + r * TILE;
@@ -112,6 +120,15 @@ inline void soften(float* tile, const Rows& rows, int64_t n, float scale) {
     rows.maximum[r] = now;
     at::vec::fmadd(V::loadu(rows.sum + r * W), V(alpha), sum).store(rows.sum + r * W);
   }
+}
+
+// f(a constant) for the width of a tile in vectors.
+template <int N, class F>
+inline void with_width(int64_t vectors, const F& f) {
+  if constexpr (N > 1) {
+    if (vectors < N) return with_width<N - 1>(vectors, f);
+  }
+  f(std::integral_constant<int, N>{});
 }
 
 template <class T, class TO>
@@ -196,13 +213,14 @@ class ForwardThread {
   }
 
   void step(const Tile& t, Block kind) {
-    multiply<DOT>(query + t.row * depth, depth, 1, key, TILE, tile, TILE, t.rows, TILE, depth, nullptr, true);
+    multiply<DOT>(query + t.row * depth, depth, 1, key, TILE, tile, TILE, t.rows, t.wide(), depth, nullptr, true);
     logits(program, tile, t, call.scale, kind, scratch);
     const Rows here{rows.maximum + t.row, rows.sum + t.row * W, rows.alpha + t.row};
-    soften(tile, here, t.rows, P::has_score || P::has_bare ? 1.0f : call.scale);
+    const float scale = P::has_score || P::has_bare ? 1.0f : call.scale;
+    with_width<TILE / W>(t.wide() / W, [&](auto n) { soften<decltype(n)::value>(tile, here, t.rows, scale); });
     if constexpr (P::has_factor) {
       program.factor(factor, t, scratch);
-      for (int64_t k = 0; k < t.rows * TILE; k += W) (V::loadu(tile + k) * V::loadu(factor + k)).store(tile + k);
+      each_vector(t, [&](int64_t k) { (V::loadu(tile + k) * V::loadu(factor + k)).store(tile + k); });
     }
     const float* weights = tile;
     if constexpr (DOT) {

@@ -115,7 +115,7 @@ inline void transpose_square(const float* src, int64_t lds, float* dst, int64_t 
 #endif
 }
 
-// Rows of words [rows, n] become [n, TILE]; what lies beyond `rows` is zero.
+// Rows of words [rows, n] become [n, TILE]; what lies beyond `rows`, up to whole vectors, is zero.
 inline void transpose(const float* src, int64_t lds, int64_t rows, int64_t n, float* dst) {
   int64_t r = 0;
   for (; r + W <= rows; r += W) {
@@ -124,7 +124,8 @@ inline void transpose(const float* src, int64_t lds, int64_t rows, int64_t n, fl
     for (; c < n; ++c) for (int64_t k = r; k < r + W; ++k) dst[c * TILE + k] = src[k * lds + c];
   }
   for (; r < rows; ++r) for (int64_t c = 0; c < n; ++c) dst[c * TILE + r] = src[r * lds + c];
-  if (rows < TILE) for (int64_t c = 0; c < n; ++c) for (int64_t k = rows; k < TILE; ++k) dst[c * TILE + k] = 0.0f;
+  const int64_t wide = round_up(rows, W);
+  if (rows < wide) for (int64_t c = 0; c < n; ++c) for (int64_t k = rows; k < wide; ++k) dst[c * TILE + k] = 0.0f;
 }
 
 // Rows [rows, n] as the right operand whose summed axis are the rows: [words(rows), width], zero beyond n and rows.
