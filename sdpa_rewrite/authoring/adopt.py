@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sdpa_rewrite.authoring import registry
-from sdpa_rewrite.authoring.lifted import axes_that_agree
 from sdpa_rewrite.authoring.parameters import Parameter, PatternError
 from sdpa_rewrite.authoring.pattern import Match, MatchedTensor, NoMatch, Pattern
+from sdpa_rewrite.authoring.trace import axes_that_agree
 
 
 def adopt(

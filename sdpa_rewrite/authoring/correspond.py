@@ -16,13 +16,18 @@ import sympy
 
 from sdpa_rewrite.algebra.axes import Atom, Dim, Size, atoms_of, product, same_size
 from sdpa_rewrite.algebra.term import Term
-from sdpa_rewrite.authoring.unify import Found, Number
+from sdpa_rewrite.authoring.found import Found, Number, Place
+from sdpa_rewrite.authoring.lifted import LiftedPattern
 
 Label: TypeAlias = "tuple[str, int]"
 
 
 class Unlike(Exception):
-    """The axes do not correspond; the message says which."""
+    """What was found does not fit together; the message says how.  ``place``: where, if it is one place."""
+
+    def __init__(self, text: str, place: Place | None = None) -> None:
+        super().__init__(text)
+        self.place = place
 
 
 @dataclass(frozen=True)
@@ -48,24 +53,23 @@ class Correspondence:
         return done if done.free_symbols else float(done)
 
 
-def correspondence(
-    found: Found, roots: Sequence[tuple[Term, Term]], apart: Collection[sympy.Symbol] = ()
-) -> Correspondence:
-    """How the axes correspond; ``apart``: names that stand for several axes.  Raises ``Unlike``."""
+def correspondence(found: Found, tops: Sequence[Term], pattern: LiftedPattern) -> Correspondence:
+    """How the axes correspond; ``tops``: the results in the graph.  Raises ``Unlike``."""
+    roots = list(zip(pattern.roots, tops, strict=True))
     mine, theirs = _roles(found, roots, 0), _roles(found, roots, 1)
     dims: dict[Atom, list[Atom]] = {a: [] for a in mine}
     for labels, atoms in _groups(theirs).items():
         takers = [a for a, own in mine.items() if own == labels] or _broadcast(mine, labels)
         if not takers:
-            raise Unlike(f"nothing in the pattern has the roles of the axis {atoms[0]}")
+            raise _unknown(atoms[0], labels, found, pattern)
         for k, atom in enumerate(atoms):
             first = len(atoms) - len(takers)  # more axes than the pattern has: the first of it takes the surplus
             dims[takers[max(0, k - max(0, first))]].append(atom)
     _check_indices(found, dims)
     fixed: dict[Atom, Dim] = {a: tuple(d) for a, d in dims.items()}
-    sizes = _sizes(fixed)
-    free = {a for root, _ in roots for a in _atoms(root)}
-    merged = _merge(fixed, free, apart)
+    sizes = _sizes(fixed, {symbol: name for name, symbol in pattern.symbols.items()})
+    free = {a for root in pattern.roots for a in _atoms(root)}
+    merged = _merge(fixed, free, pattern.apart)
     return Correspondence(fixed, sizes, merged)
 
 
@@ -94,7 +98,8 @@ def _roles(found: Found, roots: Sequence[tuple[Term, Term]], side: int) -> dict[
     for k, leaf in enumerate(found.leaves):
         places.append((("tensor", k), _atoms(leaf[side])))
     for k, bound in enumerate(found.bound):
-        places.append((("sum", k), sorted(bound[side], key=lambda a: a.name)))
+        axes = bound.theirs if side else bound.mine
+        places.append((("sum", k), sorted(axes, key=lambda a: a.name)))
     for k, index in enumerate(found.indices):
         places.append((("index", k), index[side]))
     roles: dict[Atom, set[Label]] = {}
@@ -102,6 +107,25 @@ def _roles(found: Found, roots: Sequence[tuple[Term, Term]], side: int) -> dict[
         for atom in atoms:
             roles.setdefault(atom, set()).add(label)
     return {a: frozenset(labels) for a, labels in roles.items()}
+
+
+def _unknown(atom: Atom, labels: Collection[Label], found: Found, pattern: LiftedPattern) -> Unlike:
+    """That an axis of the graph is none of the pattern's: in the words that an author knows its roles by."""
+
+    def word(label: Label) -> str:
+        kind, k = label
+        if kind == "tensor":
+            return pattern.parameters[found.leaves[k][0].attr[0]].name
+        if kind == "result":
+            return "the result" if len(pattern.roots) == 1 else f"result {k}"
+        return {"sum": "a softmax or sum over it", "index": "a position along it"}[kind]
+
+    order = {"tensor": 0, "sum": 1, "index": 2, "result": 3}
+    words = dict.fromkeys(word(label) for label in sorted(labels, key=lambda label: (order[label[0]], label[1])))
+    place = next((found.bound[k].place for kind, k in sorted(labels) if kind == "sum"), None)
+    return Unlike(
+        f"an axis of size {atom.size} is in {', '.join(words)}; none of the pattern's is in just these", place
+    )
 
 
 def _atoms(leaf: Term) -> Iterable[Atom]:
@@ -130,7 +154,7 @@ def _check_indices(found: Found, dims: Mapping[Atom, list[Atom]]) -> None:
             raise Unlike("a position is counted along another axis")
 
 
-def _sizes(dims: Mapping[Atom, Dim]) -> dict[sympy.Symbol, Size]:
+def _sizes(dims: Mapping[Atom, Dim], names: Mapping[sympy.Symbol, str]) -> dict[sympy.Symbol, Size]:
     """The sizes of the named axes, each the same wherever the name stands.  Raises ``Unlike``."""
     sizes: dict[sympy.Symbol, Size] = {}
     for atom, dim in dims.items():
@@ -138,7 +162,7 @@ def _sizes(dims: Mapping[Atom, Dim]) -> dict[sympy.Symbol, Size]:
         if isinstance(atom.size, sympy.Symbol):
             known = sizes.setdefault(atom.size, size)
             if not same_size(known, size):
-                raise Unlike(f"an axis of size {size} where another of its name has {known}")
+                raise Unlike(f"the axis {names.get(atom.size, atom)} has size {known} here and {size} there")
         elif isinstance(atom.size, int) and not same_size(atom.size, size):
-            raise Unlike(f"an axis of size {size}, where the pattern has {atom.size}")
+            raise Unlike(f"an axis of size {size}, where the pattern has one of {atom.size}")
     return sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterable
 
 from sdpa_rewrite.algebra.axes import Atom, Dim
 from sdpa_rewrite.algebra.term import Term
@@ -37,26 +37,29 @@ def describe(pattern: Pattern | str | None = None) -> str:
 
 
 def diagnosis(near: Near) -> str:
-    """A near miss in words: the pattern, how much of it was found, what it has and what the graph has instead."""
-    function = near.pattern.function
-    start = f"{near.pattern.name} ({near.matched:.0%} of it found)"
-    place = f"{inspect.getsourcefile(function)}:{function.__code__.co_firstlineno}"
-    if near.text or near.obstacle is None:
-        return f"{start}: {near.text or 'nothing like it is here'} (pattern at {place})"
-    obstacle = near.obstacle
-    text = _Text(near.pattern)
-    expected = text.of(obstacle.expected)
-    role = text.role(obstacle.expected)
-    got, where = _got(obstacle.got)
-    return f"{start}: {role}expected {expected}, got {got}{where}: {obstacle.text} (pattern at {place})"
+    """A near miss in words: the pattern, how much of it was found, what it has and what the graph has instead.
+
+    With the lines of both: ``gated (45% of it found): softmax: expected softmax_j(...), got div: no softmax (model.py:9
+    in f: ...; in the pattern: gated.py:12 in gated: ...)``.
+    """
+    text = near.text
+    if near.expected is not None and near.got is not None:
+        words = _Text(near.pattern)
+        text = f"{words.role(near.expected)}: expected {words.of(near.expected)}, got {_got(near.got)}: {text}"
+    there, here = _lines(map(source_line, near.there)), _lines(map(near.pattern.line, near.here))
+    places = "; ".join(filter(None, [there, here and f"in the pattern: {here}"]))
+    return f"{near.pattern.name} ({near.matched:.0%} of it found): {text}" + (f" ({places})" if places else "")
 
 
-def _got(term: Term) -> tuple[str, str]:
+def _lines(lines: Iterable[str]) -> str:
+    return " or ".join(dict.fromkeys(filter(None, lines)))
+
+
+def _got(term: Term) -> str:
     if term.op == "leaf":
-        node = term.attr[0]
-        line = source_line(node)
-        return f"{kind_of(term)} {node.name}", f" at {line}" if line else ""
-    return (str(term.attr) if term.op == "number" else kind_of(term)), ""
+        kind, name = kind_of(term), term.attr[0].name
+        return name if name.startswith(kind) else f"{kind} {name}"
+    return str(term.attr) if term.op == "number" else kind_of(term)
 
 
 class _Text:
@@ -73,9 +76,11 @@ class _Text:
         return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
     def role(self, term: Term) -> str:
-        """The parameter that a term is, if it is one, with a colon."""
+        """What a term is for: the parameter that it is, or its operator."""
         known = self.parameters.get(term.attr[0]) if term.op == "leaf" else None
-        return f"{known.name}: " if known is not None else ""
+        if known is not None:
+            return known.name
+        return "softmax" if self.opener.softmax(term) is not None else kind_of(self.opener.open(term))
 
     def _axis(self, atom: Atom) -> str:
         return str(self.names.get(atom.size, atom.size))

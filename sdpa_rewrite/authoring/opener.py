@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Node
 
 from sdpa_rewrite.algebra.axes import Atom, Dims, Irregular, Refine, Window, atoms_of, same_size, shape_of
-from sdpa_rewrite.algebra.term import Term
+from sdpa_rewrite.algebra.term import Term, subterms
 from sdpa_rewrite.lift.layout import pull
 from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
 from sdpa_rewrite.lift.ops import (
@@ -57,6 +57,7 @@ class Opener(Lifter):
         self._numbers = Lifter(axes, set())
         self._numbers.terms = self.terms
         self._opened: dict[Term, Term] = {}
+        self._inside: dict[Term, dict[Node, None]] = {}
 
     def request(self, node: Node, dims: Dims) -> Term:
         """``node`` as a closed term, layout and casts looked through; numbers are numbers."""
@@ -94,7 +95,18 @@ class Opener(Lifter):
             if known.op == "leaf" and known is not term:  # x * 1, x + 0
                 known = self.open(known)
             self._opened[term] = known
+            self.note_parts(known, term.attr[0])
         return known
+
+    def note_parts(self, opened: Term, node: Node) -> None:
+        """Let the parts of an opened operator, as far as no node holds them, be told by the operator's node."""
+        for part in subterms(opened):
+            if part.op != "leaf":
+                self._inside.setdefault(part, {})[node] = None
+
+    def nodes_of(self, term: Term) -> tuple[Node, ...]:
+        """The node that ``term`` is, or those that it is a part of."""
+        return (term.attr[0],) if term.op == "leaf" else tuple(self._inside.get(term, ()))
 
     def _read(self, term: Term) -> Term:
         node, dims = term.attr

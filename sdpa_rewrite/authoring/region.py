@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,14 +12,15 @@ from torch.fx import Node
 from sdpa_rewrite.algebra.axes import Atom, Dims, Irregular, Refine
 from sdpa_rewrite.algebra.term import Term, subterms
 from sdpa_rewrite.authoring.correspond import Correspondence, Unlike, correspondence
+from sdpa_rewrite.authoring.found import Found, may_equal
 from sdpa_rewrite.authoring.lifted import LiftedPattern, dims_of, head, kind_of
 from sdpa_rewrite.authoring.opener import Again, Opener
 from sdpa_rewrite.authoring.program import Body, body
 from sdpa_rewrite.authoring.relation import same_everywhere
-from sdpa_rewrite.authoring.unify import Found, Obstacle, Unifier, may_equal
+from sdpa_rewrite.authoring.unify import Unifier
 from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
 from sdpa_rewrite.lift.ops import CONTRACTIONS, is_call, is_tensor, opname
-from sdpa_rewrite.site import Operand
+from sdpa_rewrite.site import Miss, Operand
 
 ATTEMPTS = 24  # bindings that are looked at more closely, of one place
 LARGEST = 600  # nodes of a region
@@ -72,27 +74,42 @@ class Near:
     """A place where a pattern does not match, or not quite.
 
     ``covers``: the nodes that were looked at; ``matched``: the part of the pattern's operators and parameters that
-    something was found for.  ``obstacle``: where it ended; ``text``: why, where all was found and yet does not fit
-    (``refuted``: it was found, and the proof or the backward is against it).
+    something was found for.  ``text``: what is in the way, between ``expected`` (in the pattern) and ``got``, where it
+    is one operator.  ``here`` and ``there``: the nodes of the pattern and of the graph that it is about.
+    ``refuted``: all was found, and the proof or the backward is against it.
     """
 
     pattern: LiftedPattern
     root: Node
     covers: frozenset[Node]
     matched: float
-    obstacle: Obstacle | None
     text: str
+    here: tuple[Node, ...]
+    there: tuple[Node, ...]
+    expected: Term | None = None
+    got: Term | None = None
     refuted: bool = False
 
+    @staticmethod
+    def disproved(region: Region, miss: Miss) -> Near:
+        """All was found, and ``miss`` says what is wrong with it."""
+        root = region.roots[0].node
+        results = tuple(map(head, region.pattern.results))
+        at = miss.node or root
+        return Near(region.pattern, root, region.inner, 1.0, miss.text, results, (at,), refuted=True)
 
-def regions_at(pattern: LiftedPattern, root: Node) -> Iterator[Region | Near]:
-    """Every way in which ``pattern`` matches at ``root``; at last, if none was taken, why there are no others."""
+
+def regions_at(pattern: LiftedPattern, root: Node, closely: bool = False) -> Iterator[Region | Near]:
+    """Every way in which ``pattern`` matches at ``root``; at last, if none was taken, why there are no others.
+
+    ``closely``: where an operator differs, what is below it counts all the same, since somebody reads how much is.
+    """
     axes = Axes()
     seen: set[tuple[tuple[str, Node | str], ...]] = set()
     while True:
         opener = Opener(axes)
         try:
-            yield from _regions(pattern, root, opener, seen)
+            yield from _regions(pattern, root, opener, seen, closely)
             return
         except Again:
             continue
@@ -103,11 +120,11 @@ def regions_at(pattern: LiftedPattern, root: Node) -> Iterator[Region | Near]:
 
 
 def _regions(
-    pattern: LiftedPattern, root: Node, opener: Opener, seen: set[tuple[tuple[str, Node | str], ...]]
+    pattern: LiftedPattern, root: Node, opener: Opener, seen: set[tuple[tuple[str, Node | str], ...]], closely: bool
 ) -> Iterator[Region | Near]:
     top = opener.request(root, dims_of(opener.axes, root))
     unifier = Unifier(pattern.opener, pattern.parameters, pattern.roots, opener)
-    unlike = ""
+    unlike: Unlike | None = None
     for k, (found, tops) in enumerate(_all_results(unifier, top)):
         if k >= ATTEMPTS:
             break
@@ -118,12 +135,36 @@ def _regions(
         try:
             made = _region(pattern, found, tops, opener)
         except Unlike as error:
-            unlike = unlike or str(error)
+            unlike = unlike or error
             continue
         seen.add(key)
         yield made
-    covers = frozenset(t.attr[0] for t in opener.opened())
-    yield Near(pattern, root, covers, len(unifier.matched) / pattern.size, unifier.obstacle, unlike)
+    yield _near(unifier, pattern, root, unlike, closely)
+
+
+def _near(unifier: Unifier, pattern: LiftedPattern, root: Node, unlike: Unlike | None, closely: bool) -> Near:
+    """Where all operators were found, what does not fit together; else where the search ended."""
+    obstacle = unifier.obstacle
+    if unlike is None and obstacle is not None:
+        at = obstacle.place
+        matched = (obstacle.matched + (unifier.passing_over(obstacle) if closely else 0)) / size(pattern)
+        covers = frozenset(t.attr[0] for t in unifier.graph.opened())
+        return Near(pattern, root, covers, matched, obstacle.text, at.here, at.there, at.expected, at.got)
+    covers = frozenset(t.attr[0] for t in unifier.graph.opened())
+    if unlike is not None and unlike.place is not None:
+        return Near(pattern, root, covers, 1.0, str(unlike), unlike.place.here, unlike.place.there)
+    text = str(unlike) if unlike is not None else "nothing else like it is here"
+    return Near(pattern, root, covers, 1.0, text, tuple(map(head, pattern.results)), (root,))
+
+
+@functools.lru_cache(maxsize=512)
+def size(pattern: LiftedPattern) -> int:
+    """How many operators and parameters are found where all of a pattern is."""
+    unifier = Unifier(pattern.opener, pattern.parameters, pattern.roots, pattern.opener)
+    found = Found()
+    for root in pattern.roots:
+        found = next(unifier.unify(root, root, found))
+    return found.size
 
 
 def _all_results(unifier: Unifier, top: Term) -> Iterator[tuple[Found, tuple[Term, ...]]]:
@@ -134,7 +175,7 @@ def _all_results(unifier: Unifier, top: Term) -> Iterator[tuple[Found, tuple[Ter
         if not left:
             yield found, tops
             return
-        for node in _near(found, top.attr[0], left[0].attr[0]):
+        for node in _candidates(found, top.attr[0], left[0].attr[0]):
             there = unifier.graph.request(node, dims_of(unifier.graph.axes, node))
             if there.op == "leaf":
                 for more in unifier.unify(left[0], there, found):
@@ -144,7 +185,7 @@ def _all_results(unifier: Unifier, top: Term) -> Iterator[tuple[Found, tuple[Ter
         yield from rest(found, (top,), others)
 
 
-def _near(found: Found, root: Node, like: Node) -> list[Node]:
+def _candidates(found: Found, root: Node, like: Node) -> list[Node]:
     """Nodes that may be another result: of its kind, made of the tensors that the first result is made of."""
     bound = list(dict.fromkeys(g.attr[0] for _, g in found.leaves))
     seen, queue = dict.fromkeys(bound), list(bound)
@@ -159,13 +200,13 @@ def _near(found: Found, root: Node, like: Node) -> list[Node]:
 
 def _region(pattern: LiftedPattern, found: Found, tops: Sequence[Term], opener: Opener) -> Region:
     """The region that the bindings imply.  Raises ``Unlike``, or ``Again``."""
-    axes = correspondence(found, list(zip(pattern.roots, tops, strict=True)), pattern.apart)
-    for mine, theirs in found.numbers:
-        if not equal(axes.number(mine), theirs):
-            raise Unlike(f"the number {theirs} where the pattern has {axes.number(mine)}")
-    for here, there, negated in found.relations:
-        if not same_everywhere(here, there, negated, axes):
-            raise Unlike(f"the relation {there} of positions where the pattern has {here}")
+    axes = correspondence(found, tops, pattern)
+    for pair in found.numbers:
+        if not equal(axes.number(pair.mine), pair.theirs):
+            raise Unlike(f"the number {pair.theirs} where the pattern has {axes.number(pair.mine)}", pair.place)
+    for related in found.relations:
+        if not same_everywhere(related.mine, related.theirs, related.negated, axes):
+            raise Unlike(f"the positions {related.theirs} where the pattern has {related.mine}", related.place)
     names = {p.attr[0]: pattern.parameters[p.attr[0]].name for p, _ in found.leaves}
     tensors: dict[str, Term] = {}
     dims: dict[str, Dims] = {}

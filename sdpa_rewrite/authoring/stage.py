@@ -24,7 +24,7 @@ from sdpa_rewrite.outcome import Outcome, Reason
 from sdpa_rewrite.rewrite import Refused
 from sdpa_rewrite.site import Miss
 
-WORTH_TELLING = 0.3  # of a pattern found, for a near miss to be told
+WORTH_TELLING = 0.3  # of a pattern found, for a near miss to be told where nobody has asked
 FUZZY = frozenset({"product", "softmax", "sum", "exp"})  # kinds that another spelling may not show
 
 
@@ -113,8 +113,7 @@ class _Pass:
                 continue
             if node.meta.get("partitioner_tag") == "is_backward":
                 continue
-            below = kinds_below(node, kinds)
-            if not (needed <= below or (thorough.get() and needed & below)):
+            if not (thorough.get() or needed <= kinds_below(node, kinds)):
                 continue
             outcome = self._at(pattern, variant, node)
             if outcome is not None:
@@ -137,19 +136,23 @@ class _Pass:
 
     def _search(self, variant: LiftedPattern, root: Node, order: dict[Node, int]) -> tuple[Region, Backward] | None:
         """The first match at ``root`` that is proved.  Where there is none, what came nearest is kept."""
-        refuted: Near | None = None
-        for found in regions_at(variant, root):
+        nearest: Near | None = None
+        other_form = False  # a match but for a result that nobody reads: no near miss, but a smaller form
+        for found in regions_at(variant, root, closely=thorough.get()):
             if isinstance(found, Near):
-                if refuted or found.matched >= WORTH_TELLING:
-                    self.near.append(refuted or found)
-            elif not found.inner & self.taken and all(_is_read(r.node, found.inner) for r in found.roots[1:]):
+                if not other_form and (thorough.get() or found.matched >= WORTH_TELLING):
+                    nearest = nearest or found
+            elif found.inner & self.taken or not all(_is_read(r.node, found.inner) for r in found.roots[1:]):
+                other_form = True
+            else:
                 try:
                     certify.forward(found)
                     return found, adjoint.backward(found, order)
                 except adjoint.Unread:
-                    continue
+                    other_form = True
                 except Miss as miss:
-                    refuted = refuted or Near(variant, root, found.inner, 1.0, None, miss.text, refuted=True)
+                    nearest = nearest or Near.disproved(found, miss)
+        self.near += [nearest] if nearest is not None else []
         return None
 
     @staticmethod

@@ -31,9 +31,9 @@ def test_fifty_patterns_are_asked_no_more_than_one(monkeypatch: pytest.MonkeyPat
     asked: list[str] = []
     plain = stage.regions_at
 
-    def counting(lifted: Any, root: torch.fx.Node) -> Any:
+    def counting(lifted: Any, root: torch.fx.Node, closely: bool = False) -> Any:
         asked.append(lifted.name)
-        return plain(lifted, root)
+        return plain(lifted, root, closely)
 
     monkeypatch.setattr(stage, "regions_at", counting)
 
