@@ -62,12 +62,12 @@ def _calls(graph: torch.fx.Graph) -> Iterator[Site]:
 
 
 def _with_patterns(outcome: Outcome, declined: Outcome | None, nearest: str) -> Outcome:
-    """What the patterns say about a candidate that is not fused: the one that it is, or the one that it nearly is."""
-    if outcome.status == "fused":
-        return outcome
+    """What the patterns say about a candidate: the one that it is, or, where it is not fused, that it nearly is."""
     if declined is not None:
         says = "; ".join(map(str, declined.reasons))
         return dataclasses.replace(outcome, details={**outcome.details, **declined.details, "pattern says": says})
+    if outcome.status == "fused":
+        return outcome
     details = {**outcome.details, "nearest pattern": nearest} if nearest else outcome.details
     return dataclasses.replace(outcome, details=details)
 

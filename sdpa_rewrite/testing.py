@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from sdpa_rewrite import config, graph_pass, report
 from sdpa_rewrite.authoring import registry
 from sdpa_rewrite.authoring.lifted import lifted_variant
-from sdpa_rewrite.authoring.mutation import mutants
+from sdpa_rewrite.authoring.mutation import Mutant, mutants
 from sdpa_rewrite.authoring.parameters import Variant
 from sdpa_rewrite.authoring.pattern import Pattern
 from sdpa_rewrite.authoring.replace import small_inputs
@@ -73,7 +73,7 @@ def assert_misses(
     """``fn(*args)`` is not rewritten, for a reason that contains ``reason``, and computes what it did."""
     told = compare(fn, args, patterns=patterns, dynamic=dynamic)
     done = [o for o in told.sites if o.status == "fused"]
-    reasons = [r for o in told.sites for r in (*map(str, o.reasons), str(o.details.get("pattern says", "")))]
+    reasons = [r for o in told.sites for r in _reasons(o)]
     if done or (reason and not any(reason in r for r in reasons)):
         raise AssertionError(f"{'rewritten' if done else f'no reason has {reason!r}'}\n{told}")
     return told
@@ -165,6 +165,15 @@ class Failure:
         return f"{self.case}: {self.text}"
 
 
+@dataclass(frozen=True)
+class Checked:
+    """How much ``check_pattern`` tried: cases, near misses by mutation, and those that the pattern declares."""
+
+    cases: int
+    near_misses: int
+    declared: int
+
+
 def check_pattern(
     pattern: Pattern,
     *,
@@ -172,37 +181,66 @@ def check_pattern(
     near_misses: int = 20,
     scalars: Mapping[str, float] | None = None,
     seed: int = 0,
-) -> None:
-    """All that a pattern must show.  Raises ``AssertionError`` with every failure.
+) -> Checked:
+    """All that a pattern must show, and how much was tried.  Raises ``AssertionError`` with every failure.
 
     - It matches its own function in all ``cases`` (default: both types, inference and training, static and dynamic,
       batch of one and two, contiguous and permuted; for each choice and option), and what runs then computes what the
       function does, with the same gradients.
-    - Of the ``near_misses`` that are made of it by mutation none is computed wrongly, nor of those it declares.
+    - Of the ``near_misses`` that are made of it by mutation, and that compute something else, none is computed wrongly,
+      nor of those it declares.
 
     ``scalars``: values for its scalar parameters (0.5 by default).
     """
-    failures = list(_failures(pattern, list(_default_cases() if cases is None else cases), near_misses, scalars, seed))
+    values = scalars or {p.name: 0.5 for p in pattern.parameters if p.kind == "scalar"}
+    wanted = list(_default_cases() if cases is None else cases)
+    inputs = arguments(pattern.variants[0], Case(training=True), values, seed)
+    made = list(itertools.islice(_others(pattern, inputs, seed), near_misses))
+    failures = [
+        *(f for variant in pattern.variants for f in _own_failures(pattern, variant, wanted, values, seed)),
+        *_near_failures(pattern, made, inputs),
+    ]
     if failures:
         raise AssertionError("\n".join([f"pattern {pattern.name}:", *(f"  {f}" for f in failures)]))
+    return Checked(len(wanted) * len(pattern.variants), len(made), len(pattern.near_misses))
 
 
 def _default_cases() -> Iterator[Case]:
     yield from cases()
 
 
-def _failures(
-    pattern: Pattern, wanted: Sequence[Case], near_misses: int, scalars: Mapping[str, float] | None, seed: int
+def _own_failures(
+    pattern: Pattern, variant: Variant, wanted: Sequence[Case], scalars: Mapping[str, float], seed: int
 ) -> Iterator[Failure]:
-    values = scalars or {p.name: 0.5 for p in pattern.parameters if p.kind == "scalar"}
-    for variant in pattern.variants:
-        for case in wanted:
-            text = _matches_its_own(pattern, variant, case, values, seed)
-            if text:
-                yield Failure(" ".join(filter(None, (str(case), str(variant)))), text)
-    inputs = arguments(pattern.variants[0], Case(training=True), values, seed)
-    for mutant in mutants(lifted_variant(pattern, 0), near_misses, seed):
-        if mutant.is_sane(inputs) and (text := _stays_right(pattern, mutant.function, inputs)[0]):
+    for case in wanted:
+        text = _matches_its_own(pattern, variant, case, scalars, seed)
+        if text:
+            yield Failure(" ".join(filter(None, (str(case), str(variant)))), text)
+
+
+def _others(pattern: Pattern, inputs: Mapping[str, Any], seed: int) -> Iterator[Mutant]:
+    """Mutants that run on ``inputs`` and compute something else than the pattern, or have another gradient."""
+    own = _values(pattern.function, {**pattern.variants[0].fixed, **inputs})
+    for mutant in mutants(lifted_variant(pattern, 0), seed):
+        if mutant.is_sane(inputs) and _are_different(own, _values(mutant.function, inputs)):
+            yield mutant
+
+
+def _values(function: Callable[..., Any], inputs: Mapping[str, Any]) -> list[Tensor | None]:
+    return _run(lambda *args: function(**dict(zip(inputs, args, strict=True))), list(inputs.values()))
+
+
+def _are_different(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
+    """Whether one of the values is another, by more than rounding explains."""
+    if [x if x is None else x.shape for x in some] != [x if x is None else x.shape for x in others]:
+        return True
+    pairs = [(x, y) for x, y in zip(some, others, strict=True) if x is not None and y is not None]
+    return any(not torch.allclose(x, y, rtol=1e-3, atol=1e-4, equal_nan=True) for x, y in pairs)
+
+
+def _near_failures(pattern: Pattern, made: Sequence[Mutant], inputs: Mapping[str, Any]) -> Iterator[Failure]:
+    for mutant in made:
+        if text := _stays_right(pattern, mutant.function, inputs)[0]:
             yield Failure(f"near miss: {mutant.what}", text)
     for what, function in pattern.near_misses.items():
         text, sites = _stays_right(pattern, function, {**pattern.variants[0].fixed, **inputs})
@@ -218,12 +256,16 @@ def _matches_its_own(pattern: Pattern, variant: Variant, case: Case, scalars: Ma
         return str(error)
     own = [o for o in sites if pattern.name in names_of(o)]
     if not own:
-        return (
-            f"it does not match its own trace: {'; '.join(str(r) for o in sites for r in o.reasons) or 'no candidate'}"
-        )
-    if pattern.replacement is not None and not any(o.status == "fused" for o in own):
-        return f"not rewritten: {'; '.join(str(r) for o in own for r in o.reasons)}"
+        return f"it does not match its own trace: {'; '.join(r for o in sites for r in _reasons(o)) or 'no candidate'}"
+    if pattern.replacement is not None and not any(o.emitter == f"pattern {pattern.name}" for o in own):
+        return f"not rewritten: {'; '.join(r for o in own for r in _reasons(o))}"
     return ""
+
+
+def _reasons(outcome: Outcome) -> Iterator[str]:
+    """Why an outcome is no better: the patterns' reasons first."""
+    yield from (str(outcome.details[k]) for k in ("pattern says", "nearest pattern") if k in outcome.details)
+    yield from map(str, outcome.reasons)
 
 
 def names_of(outcome: Outcome) -> set[str]:

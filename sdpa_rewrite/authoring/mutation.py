@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
+from sdpa_rewrite.authoring.hole import program_op
 from sdpa_rewrite.authoring.lifted import LiftedPattern
 from sdpa_rewrite.lift.ops import CONTRACTIONS, REDUCTIONS, is_call, is_pointwise, is_tensor, opname, value_of
 
@@ -24,7 +25,7 @@ SWAPS: dict[Any, Any] = {
     aten.tanh.default: aten.sigmoid.default,
     aten.exp.default: aten.sigmoid.default,
 }
-
+Change: TypeAlias = Callable[[Graph, Node], None]
 
 LARGEST = 1e4  # beyond it a program tells rounding errors, not forms
 
@@ -34,34 +35,31 @@ class Mutant:
     """A program that differs from a pattern in one place."""
 
     what: str
-    function: Callable[..., Any]
+    function: _Program
 
-    def is_sane(self, inputs: dict[str, Any]) -> bool:
+    def is_sane(self, inputs: Mapping[str, Any]) -> bool:
         """Whether it runs on ``inputs``, and stays among numbers of a usual size."""
         try:
-            return isinstance(self.function, _Program) and self.function.largest(**inputs) < LARGEST
+            return self.function.largest(**inputs) < LARGEST
         except Exception:
             return False  # not a program on these shapes
 
 
-def mutants(pattern: LiftedPattern, count: int, seed: int = 0) -> list[Mutant]:
-    """``count`` near misses, or as many as there are, drawn evenly from all kinds."""
-    kinds: list[list[tuple[str, Callable[[Graph, Node], None], Node]]] = [
+def mutants(pattern: LiftedPattern, seed: int = 0) -> Iterator[Mutant]:
+    """Programs that differ from a pattern in one place, drawn evenly from all kinds of change; some are equivalent."""
+    kinds: list[list[tuple[str, Change, Node]]] = [
         [(f"{text} {node.name}", change, node) for node in pattern.graph.nodes if applies(node)]
         for text, applies, change in KINDS
     ]
     draw = random.Random(seed)
     for kind in kinds:
         draw.shuffle(kind)
-    chosen: list[tuple[str, Callable[[Graph, Node], None], Node]] = []
-    while len(chosen) < count and any(kinds):
-        for kind in kinds:
-            if kind and len(chosen) < count:
-                chosen.append(kind.pop())
-    return [Mutant(what, _changed(pattern, node, change)) for what, change, node in chosen]
+    while any(kinds):
+        for what, change, node in [kind.pop() for kind in kinds if kind]:
+            yield Mutant(what, _changed(pattern, node, change))
 
 
-def _changed(pattern: LiftedPattern, node: Node, change: Callable[[Graph, Node], None]) -> Callable[..., Any]:
+def _changed(pattern: LiftedPattern, node: Node, change: Change) -> _Program:
     graph = Graph()
     copies: dict[Node, Node] = {}
     out = graph.graph_copy(pattern.graph, copies)
@@ -71,20 +69,30 @@ def _changed(pattern: LiftedPattern, node: Node, change: Callable[[Graph, Node],
     change(graph, copies[node])
     graph.eliminate_dead_code()
     graph.lint()
-    return _Program(GraphModule(torch.nn.Module(), graph), [p.name for p in pattern.parameters.values()])
+    return _Program(graph, pattern)
 
 
 class _Program:
     """A graph as a function of the pattern's parameters by name."""
 
-    def __init__(self, module: GraphModule, names: Sequence[str]) -> None:
-        self._module, self._names = module, names
+    def __init__(self, graph: Graph, pattern: LiftedPattern) -> None:
+        self._names = [p.name for p in pattern.parameters.values()]
+        self._given: Mapping[str, Any] = {}
+        for node in graph.nodes:
+            if node.target is program_op():
+                node.target = self._apply
+        self._module = GraphModule(torch.nn.Module(), graph)
+
+    def _apply(self, x: Tensor, name: str) -> Any:
+        return self._given[name](x)
 
     def __call__(self, **values: Any) -> Any:
+        self._given = values
         return self._module(*(values[n] for n in self._names))
 
     def largest(self, **values: Any) -> float:
         """The largest magnitude of all that is computed on the way."""
+        self._given = values
         watch = _Watch(self._module)
         watch.run(*(values[n] for n in self._names))
         return watch.largest
@@ -164,9 +172,16 @@ def _axis(graph: Graph, node: Node) -> None:
 
 
 def _turn(graph: Graph, node: Node) -> None:
-    """The positions along an axis in reverse."""
+    """The columns in reverse."""
     with graph.inserting_after(node):
         new = graph.call_function(aten.flip.default, (node, [-1]))
+    _take_over(node, new)
+
+
+def _roll(graph: Graph, node: Node) -> None:
+    """Each row takes the place of the next."""
+    with graph.inserting_after(node):
+        new = graph.call_function(aten.roll.default, (node, [1], [-2]))
     _take_over(node, new)
 
 
@@ -201,7 +216,7 @@ def _reduces(node: Node) -> bool:
     return is_call(node) and opname(node) in REDUCTIONS and len(node.args) > 2 and node.args[2] is True
 
 
-KINDS: list[tuple[str, Callable[[Node], bool], Callable[[Graph, Node], None]]] = [
+KINDS: list[tuple[str, Callable[[Node], bool], Change]] = [
     ("rescale", _computed, _rescale),
     ("leave out", _droppable, _drop),
     ("also return", _computed, _user),
@@ -211,5 +226,6 @@ KINDS: list[tuple[str, Callable[[Node], bool], Callable[[Graph, Node], None]]] =
     ("another axis for", _reduces, _axis),
     ("negate", _computed, _negate),
     ("reverse", _computed, _turn),
+    ("roll", lambda n: _computed(n) and value_of(n).dim() > 1, _roll),
     ("double", _computed, _shift),
 ]
