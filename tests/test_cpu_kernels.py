@@ -75,6 +75,34 @@ def test_soft_cap_with_symbolic_shapes(dtype: torch.dtype) -> None:
     assert {o.emitter for o in collected.sites} == {"fused"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "group"), [(1, 1), (1, 2), (2, 1)])
+def test_few_queries_in_training(dtype: torch.dtype, n: int, group: int) -> None:
+    """Keys and values are read as they lie, padded where they are no whole vectors or not next to one another."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        return (5 * torch.tanh((q @ k.mT + bias) / 5)).softmax(-1) @ v
+
+    compiled = ours(function)
+    for depth, width in ((64, 32), (20, 37)):
+        q, k, v = torch.randn(2, 3 * group, n, depth), torch.randn(2, 3, 150, depth), torch.randn(2, width, 3, 150)
+        bias = torch.randn(3 * group, n, 150)
+        with report.collect() as collected:
+            check(compiled, function, [x.to(dtype) for x in (q, k, v.permute(0, 2, 3, 1), bias)])
+        assert {o.emitter for o in collected.sites} == {"fused"}
+
+
+def test_gradients_come_in_the_layout_of_the_unfused_program() -> None:
+    """That of the key is the transposed of a product: a copy would be a kernel more."""
+    compiled = ours(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
+    given = [torch.randn(2, 3, n, 40) for n in (70, 90, 90)]
+    _, codes = run_and_get_code(results, compiled, given)
+    kernels = [text for code in codes for text in code.split("async_compile.cpp_pybinding")[1:]]
+    assert len(kernels) == 2
+    assert all("namespace sdpa_rewrite" in text for text in kernels)
+
+
 @torch.no_grad()
 def test_our_hyperbolic_tangent() -> None:
     """Two keys, whose logits are tanh(score) and 0: sigmoid(tanh(score)) comes out."""

@@ -28,7 +28,7 @@ from sdpa_rewrite.kernels.cpu import lowering as cpu_lowering
 from sdpa_rewrite.kernels.op import differentiable_attention
 from sdpa_rewrite.kernels.spec import Spec, name_of
 from sdpa_rewrite.lift.ops import is_call, opname
-from sdpa_rewrite.site import Capture, Site
+from sdpa_rewrite.site import Capture, Operand, Site
 
 INFINITY = float("inf")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,14 +60,23 @@ class Fused:
     def emit(self, site: Site, inputs: Inputs) -> tuple[Tensor, Dims]:
         """Call the operator; the output has the dimensions batch, heads of the keys, group, rows, width."""
         heads = heads_of(site)
-        dims = (heads.batch, heads.shared, heads.group, site.rows, site.width)
+        own = (heads.batch, heads.shared)
+        dims = (*own, heads.group, site.rows, site.width)
+        operands: dict[str, Dims] = {
+            "query": (*dims[:4], site.depth),
+            "key": (*own, site.columns, site.depth),
+            "value": (*own, site.columns, site.width),
+        }
         dtype = compute_dtype(site)
-        q = inputs.arranged("query", [*dims[:4], site.depth]).to(dtype)
-        k = inputs.arranged("key", [heads.batch, heads.shared, site.columns, site.depth]).to(dtype)
-        v = inputs.arranged("value", [heads.batch, heads.shared, site.columns, site.width]).to(dtype)
+        q, k, v = (inputs.arranged(role, list(d)).to(dtype) for role, d in operands.items())
         cpu_lowering.register()
         programs, numbers, spec = _programs(site, inputs, heads)
-        spec = dataclasses.replace(spec, dtype=name_of(dtype), order=_order(site, dims))
+        spec = dataclasses.replace(
+            spec,
+            dtype=name_of(dtype),
+            order=_order(site.result, dims, lasts=(4,)),
+            grad_orders=tuple(_grad_order(site, role, d) for role, d in operands.items()),
+        )
         out, maximum, total = differentiable_attention(q, k, v, tuple(programs.captures), numbers, spec)
         share = _row_share(site, inputs, dims[:4], maximum, total)
         if share is not None:
@@ -151,28 +160,35 @@ def negated_mask(capture: Capture) -> Node | None:
     return source if source.meta["val"].dtype == torch.bool else None
 
 
-def _order(site: Site, dims: Dims) -> tuple[int, ...]:
-    """The order of the output's dimensions in memory: that of the result, so that it need not be copied."""
-    value = site.result.node.meta["val"]
-    strides = value.stride()
-    if not all(isinstance(s, int) for s in strides):
-        places = range(len(strides))  # symbolic: as the dimensions come
-    else:
-        places = sorted(range(len(strides)), key=lambda k: -strides[k])  # type: ignore[assignment]
-    wanted = [a for k in places for a in site.result.dims[k]]
+def _grad_order(site: Site, role: str, dims: Dims) -> tuple[int, ...]:
+    """That of the role's gradient, whose rows or columns may be innermost where it is that of key or value."""
+    gradient = next((g.result for g in site.gradients if g.role == role), None)
+    if gradient is None:
+        return tuple(range(len(dims)))
+    return _order(gradient, dims, lasts=(4,) if role == "query" else (2, 3))
+
+
+def _order(wanted: Operand, dims: Dims, lasts: tuple[int, ...]) -> tuple[int, ...]:
+    """The order of ``dims`` in memory that makes them ``wanted``, so that it need not be copied.
+
+    One of ``lasts`` must be the innermost; where that cannot be, and for symbolic strides, as the dimensions come.
+    """
+    usual = tuple(range(len(dims)))
+    strides = wanted.node.meta["val"].stride()
+    places = list(range(len(strides)))
+    if all(isinstance(s, int) for s in strides):
+        places.sort(key=lambda k: -strides[k])
+    axes = [a for k in places for a in wanted.dims[k]]
     found: list[int] = []
     at = 0
-    while at < len(wanted):
-        dim = next(
-            (k for k, d in enumerate(dims) if d and k not in found and tuple(wanted[at : at + len(d)]) == d), None
-        )
+    while at < len(axes):
+        dim = next((k for k, d in enumerate(dims) if d and k not in found and tuple(axes[at : at + len(d)]) == d), None)
         if dim is None:
-            return (0, 1, 2, 3, 4)
+            return usual
         found.append(dim)
         at += len(dims[dim])
-    empty = [k for k in range(5) if k not in found]
-    order = (*empty, *found)
-    return order if order[-1] == 4 else (0, 1, 2, 3, 4)
+    order = (*(k for k in usual if k not in found), *found)
+    return order if order[-1] in lasts else usual
 
 
 def _row_share(site: Site, inputs: Inputs, dims: Dims, maximum: Tensor, total: Tensor) -> Tensor | None:

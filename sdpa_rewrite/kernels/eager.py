@@ -104,9 +104,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     out = weights @ call.value.to(call.dtype).unsqueeze(2) / total[..., None]
     if call.spec.safe:
         out = torch.where((maximum == -INFINITY)[..., None], 0.0, out)
-    strides = output_strides(out.shape, call.spec.order)
-    laid = torch.empty_strided(out.shape, strides, dtype=call.spec.out_dtype, device=out.device)
-    return laid.copy_(out), maximum, total
+    return _laid(out, call.spec.order, call.spec.out_dtype), maximum, total
 
 
 def backward(
@@ -139,12 +137,16 @@ def backward(
     grad_query = slopes @ call.key.to(call.dtype).unsqueeze(2)
     grad_key = (slopes.mT @ call.query.to(call.dtype)).sum(2)
     grad_value = (weights.mT @ wide).sum(2)
+    grads = zip((grad_query, grad_key, grad_value), call.spec.grad_orders, strict=True)
     return (
-        torch.empty_like(call.query).copy_(grad_query),
-        torch.empty_like(call.key).copy_(grad_key),
-        torch.empty_like(call.value).copy_(grad_value),
+        *(_laid(x, order, call.query.dtype) for x, order in grads),
         *(_summed(call, learned.get(k), call.captures[call.spec.inputs[k].at]) for k in call.spec.learned),
     )
+
+
+def _laid(x: Tensor, order: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``x`` in memory whose dimensions lie in ``order``."""
+    return torch.empty_strided(x.shape, output_strides(x.shape, order), dtype=dtype, device=x.device).copy_(x)
 
 
 def _finite(maximum: Tensor) -> Tensor:

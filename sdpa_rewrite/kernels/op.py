@@ -72,7 +72,9 @@ def _backward_fake(
     what = Spec.of(spec)
     wide = torch.promote_types(query.dtype, torch.float32)
     learned = [captures[what.inputs[k].at] for k in what.learned]
-    return [*(torch.empty_like(x) for x in (query, key, value)), *(x.new_empty(x.shape, dtype=wide) for x in learned)]
+    operands = zip((query, key, value), what.grad_orders, strict=True)
+    grads = [x.new_empty_strided(x.shape, output_strides(x.shape, order)) for x, order in operands]
+    return [*grads, *(x.new_empty(x.shape, dtype=wide) for x in learned)]
 
 
 torch.library.register_fake(attention, _attention_fake, lib=_library)

@@ -52,8 +52,8 @@ class Spec:
     no mask hides anything, ``visible`` says so for each position: 0 hidden, 2 not masked, 1 anything else.  What is
     hidden has a logit of ``floor`` less about a hundred at most: where a row's largest logit is above ``floor``, its
     probability is zero.  ``low`` and ``high`` are places in ``numbers`` of bounds of column - row outside which
-    nothing is visible.  ``order`` is the order of the output's dimensions in memory.  ``learned``: inputs that need a
-    gradient.
+    nothing is visible.  ``order`` is the order of the output's dimensions in memory, ``grad_orders`` those of the
+    gradients of query, key and value.  ``learned``: inputs that need a gradient.
     """
 
     split: tuple[int, ...]
@@ -71,6 +71,7 @@ class Spec:
     low: int | None = None
     high: int | None = None
     order: tuple[int, ...] = (0, 1, 2, 3, 4)
+    grad_orders: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3, 4), (0, 1, 2, 3), (0, 1, 2, 3))
     dtype: str = "float32"
 
     def text(self) -> str:
@@ -127,7 +128,7 @@ def _named(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def output_strides(sizes: Sequence[Any], order: Sequence[int]) -> list[Any]:
-    """Strides of a dense tensor of five dimensions that lie in memory in ``order``."""
+    """Strides of a dense tensor whose dimensions lie in memory in ``order``."""
     strides: list[Any] = [1] * len(sizes)
     step: Any = 1
     for dim in reversed(order):

@@ -1,6 +1,7 @@
 // Attention, backward: probabilities are computed again, from the rows' maxima and sums (Dao et al., 2022).
 // The rows of a head are cut in pieces; a piece's gradient of the query is its own, and those of key and value are
-// summed in the memory of one thread.  Threads share a head where there are too few; their sums are added in order.
+// summed over the pieces in the memory of one thread, or written at once where there is one piece.  Threads share a
+// head where there are too few; their sums are added in order.
 
 namespace sdpa_rewrite {
 
@@ -29,8 +30,8 @@ class BackwardThread {
   int64_t depth, width;           // padded floats of a row of query and of the output
   int64_t depth_words, width_words; // words between packed rows
   Workspace space;
-  float *query, *grad, *query_right, *grad_right, *grad_query, *delta, *maximum, *inverse;
-  float *key, *key_right, *value, *packing, *scores, *raw, *probability, *slope, *left, *factor, *scratch;
+  float *query, *grad, *query_right, *grad_right, *few_query, *few_grad, *grad_query, *delta, *maximum, *inverse;
+  float *key, *key_right, *value, *packing, *tile_key, *tile_value, *scores, *raw, *probability, *slope, *left, *factor, *scratch;
   float* learned;
 
  public:
@@ -38,12 +39,15 @@ class BackwardThread {
       : call(c), program(p), size(c.size), depth(round_up(c.size.depth, W)), width(round_up(c.size.width, W)),
         depth_words(DOT ? words<DOT>(c.size.depth) : depth), width_words(DOT ? words<DOT>(c.size.width) : width),
         space(most * (depth_words + width_words + 2 * depth + width + 3) +
-              TILE * (2 * depth + width + std::max(depth, width)) + 7 * STEP * TILE + p.scratch() + 512),
+              TILE * (3 * depth + 2 * width + std::max(depth, width)) + FEW * (depth + width) + 7 * STEP * TILE +
+              p.scratch() + 512),
         learned(accumulators) {
     query = space.take(most * depth_words);
     grad = space.take(most * width_words);
     query_right = DOT ? space.take(words<DOT>(most) * depth) : query;
     grad_right = DOT ? space.take(words<DOT>(most) * width) : grad;
+    few_query = DOT ? space.take(FEW * depth) : query;
+    few_grad = DOT ? space.take(FEW * width) : grad;
     grad_query = space.take(most * depth);
     delta = space.take(most);
     maximum = space.take(most);
@@ -52,6 +56,8 @@ class BackwardThread {
     key_right = space.take(TILE * depth);
     value = space.take(TILE * width);
     packing = space.take(TILE * std::max(depth, width));
+    tile_key = space.take(TILE * depth);
+    tile_value = space.take(TILE * width);
     scores = space.take(STEP * TILE);
     raw = space.take(STEP * TILE);
     slope = space.take(STEP * TILE);
@@ -61,23 +67,42 @@ class BackwardThread {
     scratch = space.take(p.scratch());
   }
 
-  // The rows of `t`: the gradient of the query is written, those of key and value are added to.
-  void run(const Tile& t, float* grad_key, float* grad_value) {
+  // The rows of `t`: the gradient of the query is written.  Those of key and value are added to sums, or, where there
+  // are none, written: `t` is then all that there is of its head.
+  void run(const Tile& t, float* key_sums, float* value_sums) {
     const bool skipping = prepare(t);
-    const int64_t tiles = (size.columns + TILE - 1) / TILE;
-    for (int64_t n = 0; n < tiles; ++n) {
-      const int64_t column = n * TILE, columns = std::min(TILE, size.columns - column);
-      if (skipping && program.block(part(t, 0, t.rows, column, columns)) == Block::hidden) continue;
-      pack(t, column, columns);
-      for (int64_t r = 0; r < t.rows; r += STEP) {
-        const Tile some = part(t, r, std::min(STEP, t.rows - r), column, columns);
-        const Block kind = program.block(some);
-        if (kind == Block::hidden && skipping) continue;
-        step(some, kind == Block::hidden ? Block::mixed : kind, grad_key + column * depth, grad_value + column * width);
+    for (int64_t column = 0; column < size.columns; column += TILE) {
+      const Tile all = part(t, 0, t.rows, column, std::min(TILE, size.columns - column));
+      if (key_sums) {
+        columns(all, skipping, key_sums + column * depth, value_sums + column * width);
+      } else if (t.rows <= FEW) {
+        few(all, skipping);
+        write(t.b, t.h, column, all.columns, tile_key, tile_value);
+      } else {
+        std::fill_n(tile_key, all.columns * depth, 0.0f);
+        std::fill_n(tile_value, all.columns * width, 0.0f);
+        columns(all, skipping, tile_key, tile_value);
+        write(t.b, t.h, column, all.columns, tile_key, tile_value);
       }
     }
     for (int64_t r = 0; r < t.rows; ++r) {
       write(grad_query + r * depth, call.grad_query.at(t.b, t.h, t.g(r), t.i(r)), call.grad_query.column, size.depth);
+    }
+  }
+
+  // The gradients of a tile of keys and values of a head.
+  void write(int64_t b, int64_t h, int64_t column, int64_t columns, const float* key_sums, const float* value_sums) {
+    write(key_sums, depth, call.grad_key.at(b, h, 0, column), call.grad_key, columns, size.depth);
+    write(value_sums, width, call.grad_value.at(b, h, 0, column), call.grad_value, columns, size.width);
+  }
+
+ private:
+  void write(const float* from, int64_t step, T* to, const Operand<T>& like, int64_t rows, int64_t n) {
+    if (like.column != 1 && like.row == 1) { // transposed in memory
+      transpose(from, step, rows, n, packing);
+      for (int64_t k = 0; k < n; ++k) scaled(packing + k * TILE, to + k * like.column, rows, 1.0f);
+    } else {
+      for (int64_t r = 0; r < rows; ++r) write(from + r * step, to + r * like.row, like.column, n);
     }
   }
 
@@ -86,18 +111,34 @@ class BackwardThread {
     else for (int64_t k = 0; k < n; ++k) to[k * stride] = T(from[k]);
   }
 
- private:
+  // A tile of keys, with all rows of a piece.
+  void columns(const Tile& t, bool skipping, float* key_sums, float* value_sums) {
+    if (skipping && program.block(t) == Block::hidden) return;
+    pack(t, t.column, t.columns);
+    for (int64_t r = 0; r < t.rows; r += STEP) {
+      const Tile some = part(t, r, std::min(STEP, t.rows - r), t.column, t.columns);
+      const Block kind = program.block(some);
+      if (kind == Block::hidden && skipping) continue;
+      step(some, kind == Block::hidden ? Block::mixed : kind, key_sums, value_sums);
+    }
+  }
+
   // Reads what belongs to rows.  Returns whether what is hidden from all of them can be skipped.
   bool prepare(const Tile& t) {
     bool skipping = true;
     for (int64_t r = 0; r < t.rows; ++r) {
       const int64_t g = t.g(r), i = t.i(r), at = ((t.b * size.heads + t.h) * size.group + g) * size.rows + i;
       float *q = query + r * depth_words, *o = grad + r * width_words;
-      pack_row<DOT>(call.query.at(t.b, t.h, g, i), call.query.column, size.depth, q);
-      pack_row<DOT>(call.grad.at(t.b, t.h, g, i), call.grad.column, size.width, o);
+      const T* from = call.query.at(t.b, t.h, g, i);
+      const TO* slopes = call.grad.at(t.b, t.h, g, i);
+      pack_row<DOT>(from, call.query.column, size.depth, q);
+      pack_row<DOT>(slopes, call.grad.column, size.width, o);
       if constexpr (!DOT) {
         std::fill(q + size.depth, q + depth, 0.0f);
         std::fill(o + size.width, o + width, 0.0f);
+      } else if (t.rows <= FEW) {
+        float_rows(from, 0, call.query.column, 1, size.depth, few_query + r * depth);
+        float_rows(slopes, 0, call.grad.column, 1, size.width, few_grad + r * width);
       }
       const bool empty = call.maximum[at] == -INFINITE;
       maximum[r] = empty ? 0.0f : call.maximum[at];
@@ -137,24 +178,30 @@ class BackwardThread {
     pack_right_transposed<DOT>(v, call.value.row, call.value.column, columns, size.width, value, packing);
   }
 
+  // The same for few rows, which are all that there are: the gradients of the tile's keys and values are made.
+  void few(const Tile& t, bool skipping) {
+    const Block kind = program.block(t);
+    if (kind == Block::hidden && skipping) {
+      std::fill_n(tile_key, t.columns * depth, 0.0f);
+      std::fill_n(tile_value, t.columns * width, 0.0f);
+      return;
+    }
+    const auto &k = call.key, &v = call.value;
+    const FloatRows keys = float_rows(k.at(t.b, t.h, 0, t.column), k.row, k.column, t.columns, size.depth, key);
+    const FloatRows values = float_rows(v.at(t.b, t.h, 0, t.column), v.row, v.column, t.columns, size.width, value);
+    multiply_rows(few_query, depth, keys.data, keys.step, scores, t.rows, t.columns, depth);
+    multiply_rows(few_grad, width, values.data, values.step, slope, t.rows, t.columns, width);
+    differentiate(t, kind == Block::hidden ? Block::mixed : kind);
+    multiply<false>(probability, 1, TILE, few_grad, width, tile_value, width, t.columns, width, t.rows, nullptr, true);
+    multiply<false>(slope, 1, TILE, few_query, depth, tile_key, depth, t.columns, depth, t.rows, nullptr, true);
+    multiply<false>(slope, TILE, 1, keys.data, keys.step, grad_query, depth, t.rows, depth, t.columns, nullptr, false);
+  }
+
   void step(const Tile& t, Block kind, float* grad_key, float* grad_value) {
     const float *q = query + t.row * depth_words, *o = grad + t.row * width_words;
     multiply<DOT>(q, depth_words, 1, key, TILE, scores, TILE, t.rows, t.wide(), words<DOT>(size.depth), nullptr, true);
-    if constexpr (MODIFIED) {
-      each_vector(t, [&](int64_t k) {
-        const V x = V::loadu(scores + k) * V(call.scale);
-        x.store(raw + k);
-        x.store(scores + k);
-      });
-    }
-    logits(program, scores, t, MODIFIED ? 1.0f : call.scale, kind, scratch);
     multiply<DOT>(o, width_words, 1, value, TILE, slope, TILE, t.rows, t.wide(), words<DOT>(size.width), nullptr, true);
-    if constexpr (P::has_factor) program.factor(factor, t, scratch);
-    differentiate(t);
-    if constexpr (MODIFIED) {
-      program.backward(raw, slope, t, kind, scratch, learned);
-      each_vector(t, [&](int64_t k) { (V::loadu(slope + k) * V(call.scale)).store(slope + k); });
-    }
+    differentiate(t, kind);
     const int64_t r = words<DOT>(t.row), rows = words<DOT>(t.rows);
     const float* weights = transposed(probability, t.rows);
     multiply<DOT>(weights, 1, TILE, grad_right + r * width, width, grad_value, width, t.columns, width, rows, nullptr,
@@ -177,8 +224,26 @@ class BackwardThread {
     return left;
   }
 
-  // From logits and the slopes of the weights: probabilities, times the factor, and the slopes of the logits.
-  void differentiate(const Tile& t) {
+  // From scores and the slopes of the weights: probabilities, times the factor, and the slopes of the scores.
+  void differentiate(const Tile& t, Block kind) {
+    if constexpr (MODIFIED) {
+      each_vector(t, [&](int64_t k) {
+        const V x = V::loadu(scores + k) * V(call.scale);
+        x.store(raw + k);
+        x.store(scores + k);
+      });
+    }
+    logits(program, scores, t, MODIFIED ? 1.0f : call.scale, kind, scratch);
+    if constexpr (P::has_factor) program.factor(factor, t, scratch);
+    soften(t);
+    if constexpr (MODIFIED) {
+      program.backward(raw, slope, t, kind, scratch, learned);
+      each_vector(t, [&](int64_t k) { (V::loadu(slope + k) * V(call.scale)).store(slope + k); });
+    }
+  }
+
+  // The same from logits.
+  void soften(const Tile& t) {
     const V s(MODIFIED ? 1.0f : call.scale);
     const int64_t wide = t.wide();
     for (int64_t r = 0; r < t.rows; ++r) {
@@ -210,34 +275,32 @@ void backward(const Backward<T, TO>& call, const P& program) {
   const Sizes& s = call.size;
   const Cut cut(s, ROWS);
   const int64_t heads = s.batch * s.heads, pieces = cut.pieces(), share = sharing(heads, pieces, call.threads);
-  const int64_t depth = round_up(s.depth, W), width = round_up(s.width, W), sums = s.columns * (depth + width);
+  const int64_t depth = round_up(s.depth, W), width = round_up(s.width, W);
+  const int64_t sums = pieces == 1 ? 0 : s.columns * (depth + width);
   const int64_t learned = program.accumulators();
   std::unique_ptr<float[]> accumulators(learned ? new float[learned * call.threads]() : nullptr);
-  std::unique_ptr<float[]> parts(new float[sums * (share > 1 ? heads * share : call.threads)]);
-  const auto write = [&](int64_t head, const float* from, int64_t first, int64_t last) {
-    using Thread = BackwardThread<T, TO, P>;
-    for (int64_t j = first; j < last; ++j) {
-      const auto &k = call.grad_key, &v = call.grad_value;
-      Thread::write(from + j * depth, k.at(head / s.heads, head % s.heads, 0, j), k.column, s.depth);
-      Thread::write(from + s.columns * depth + j * width, v.at(head / s.heads, head % s.heads, 0, j), v.column,
-                    s.width);
-    }
-  };
+  std::unique_ptr<float[]> parts(sums ? new float[sums * (share > 1 ? heads * share : call.threads)] : nullptr);
 #pragma omp parallel num_threads(call.threads)
   {
     const int me = omp_get_thread_num(), all = omp_get_num_threads();
     BackwardThread<T, TO, P> thread(call, program, cut.groups * std::max<int64_t>(cut.span, 1),
                                     learned ? accumulators.get() + learned * me : nullptr);
+    const auto write = [&](int64_t head, const float* from, int64_t first, int64_t last) {
+      thread.write(head / s.heads, head % s.heads, first, last - first, from + first * depth,
+                   from + s.columns * depth + first * width);
+    };
     for (int64_t n = me; n < heads * share; n += all) {
       const int64_t head = n / share, turn = n % share;
-      float* to = parts.get() + sums * (share > 1 ? n : me);
-      std::fill_n(to, sums, 0.0f);
+      float* to = sums ? parts.get() + sums * (share > 1 ? n : me) : nullptr;
+      if (to) std::fill_n(to, sums, 0.0f);
       for (int64_t p = 0; p < pieces; ++p) {
         const int64_t at = p % (2 * share); // there and back, since later pieces may see more keys
         if ((at < share ? at : 2 * share - 1 - at) != turn) continue;
-        thread.run(cut.piece(s, head / s.heads, head % s.heads, p), to, to + s.columns * depth);
+        thread.run(cut.piece(s, head / s.heads, head % s.heads, p), to, to ? to + s.columns * depth : nullptr);
       }
-      if (share == 1) write(head, to, 0, s.columns);
+      if (to && share == 1) {
+        for (int64_t j = 0; j < s.columns; j += TILE) write(head, to, j, std::min(j + TILE, s.columns));
+      }
     }
     if (share > 1) {
 #pragma omp barrier

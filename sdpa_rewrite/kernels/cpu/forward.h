@@ -144,6 +144,7 @@ struct Forward {
 };
 
 constexpr int64_t STEP = 48; // rows that go through a tile of keys together
+constexpr int64_t FEW = 2;   // up to so many rows, keys and values are read as they lie
 
 template <class T, class TO, class P>
 class ForwardThread {
@@ -159,7 +160,8 @@ class ForwardThread {
   Rows rows;
 
   ForwardThread(const Forward<T, TO>& c, const P& p, int64_t most)
-      : call(c), program(p), size(c.size), depth(words<DOT>(c.size.depth)), width(round_up(c.size.width, W)),
+      : call(c), program(p), size(c.size), depth(DOT ? words<DOT>(c.size.depth) : round_up(c.size.depth, W)),
+        width(round_up(c.size.width, W)),
         space(most * (depth + width + W + 2) + TILE * (2 * depth + width + 3 * STEP) + p.scratch() + 256) {
     query = space.take(most * depth);
     out = space.take(most * width);
@@ -176,7 +178,9 @@ class ForwardThread {
   // The rows of `t` over the tiles of keys [first, last): unnormalised in `out`, statistics in `rows`.
   void run(const Tile& t, int64_t first, int64_t last, bool skipping) {
     for (int64_t r = 0; r < t.rows; ++r) {
-      pack_row<DOT>(call.query.at(t.b, t.h, t.g(r), t.i(r)), call.query.column, size.depth, query + r * depth);
+      float* q = query + r * depth;
+      pack_row<DOT>(call.query.at(t.b, t.h, t.g(r), t.i(r)), call.query.column, size.depth, q);
+      if constexpr (!DOT) std::fill(q + size.depth, q + depth, 0.0f);
     }
     std::fill_n(out, t.rows * width, 0.0f);
     std::fill_n(rows.sum, t.rows * W, 0.0f);
@@ -188,7 +192,7 @@ class ForwardThread {
         skipped = true;
         continue;
       }
-      pack(t, column, columns);
+      const Keys keys = pack(t, column, columns);
       for (int64_t r = 0; r < t.rows; r += STEP) {
         const Tile some = part(t, r, std::min(STEP, t.rows - r), column, columns);
         Block kind = program.block(some);
@@ -196,7 +200,7 @@ class ForwardThread {
           skipped = true;
           continue;
         }
-        step(some, kind == Block::hidden ? Block::mixed : kind);
+        step(some, kind == Block::hidden ? Block::mixed : kind, keys);
       }
     }
     if (skipped && P::floor > -INFINITE) {
@@ -205,15 +209,31 @@ class ForwardThread {
     }
   }
 
-  void pack(const Tile& t, int64_t column, int64_t columns) {
+  // The keys of a tile, transposed unless there are few rows, and the values.
+  struct Keys {
+    bool few;
+    FloatRows key, value;
+  };
+
+  Keys pack(const Tile& t, int64_t column, int64_t columns) {
     const auto& k = call.key;
     const auto& v = call.value;
-    pack_right_transposed<DOT>(k.at(t.b, t.h, 0, column), k.row, k.column, columns, size.depth, key, packing);
-    pack_right<DOT>(v.at(t.b, t.h, 0, column), v.row, v.column, columns, size.width, width, value);
+    const T *first = k.at(t.b, t.h, 0, column), *first_value = v.at(t.b, t.h, 0, column);
+    if constexpr (!DOT) {
+      if (t.rows <= FEW) {
+        return {true, float_rows(first, k.row, k.column, columns, size.depth, key),
+                float_rows(first_value, v.row, v.column, columns, size.width, value)};
+      }
+    }
+    pack_right_transposed<DOT>(first, k.row, k.column, columns, size.depth, key, packing);
+    pack_right<DOT>(first_value, v.row, v.column, columns, size.width, width, value);
+    return {false, {key, TILE}, {value, width}};
   }
 
-  void step(const Tile& t, Block kind) {
-    multiply<DOT>(query + t.row * depth, depth, 1, key, TILE, tile, TILE, t.rows, t.wide(), depth, nullptr, true);
+  void step(const Tile& t, Block kind, const Keys& keys) {
+    const float* q = query + t.row * depth;
+    if (keys.few) multiply_rows(q, depth, keys.key.data, keys.key.step, tile, t.rows, t.columns, depth);
+    else multiply<DOT>(q, depth, 1, key, TILE, tile, TILE, t.rows, t.wide(), words<DOT>(size.depth), nullptr, true);
     logits(program, tile, t, call.scale, kind, scratch);
     const Rows here{rows.maximum + t.row, rows.sum + t.row * W, rows.alpha + t.row};
     const float scale = P::has_score || P::has_bare ? 1.0f : call.scale;
@@ -227,8 +247,8 @@ class ForwardThread {
       pack_left<DOT>(tile, t.rows, left);
       weights = left;
     }
-    multiply<DOT>(weights, words<DOT>(TILE), 1, value, width, out + t.row * width, width, t.rows, width,
-                  words<DOT>(t.columns), here.alpha, false);
+    multiply<DOT>(weights, words<DOT>(TILE), 1, keys.value.data, keys.value.step, out + t.row * width, width, t.rows,
+                  width, words<DOT>(t.columns), here.alpha, false);
   }
 
   void write(const Tile& t) {

@@ -84,6 +84,30 @@ inline void multiply(const float* a, int64_t row, int64_t step, const float* b, 
   }
 }
 
+// c[r, j] = sum_p a[r, p] b[j, p], j a row of b in memory: for few rows, which are not worth transposing b for.
+// Rows are whole vectors; rows of c are TILE apart.
+inline void multiply_rows(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t m, int64_t n,
+                          int64_t k) {
+  constexpr int64_t many = 4;
+  for (int64_t r = 0; r < m; ++r, a += lda, c += TILE) {
+    int64_t j = 0;
+    for (; j + many <= n; j += many) {
+      V sum[many];
+      for (int64_t x = 0; x < many; ++x) sum[x] = V(0.0f);
+      for (int64_t p = 0; p < k; p += W) {
+        const V left = V::loadu(a + p);
+        for (int64_t x = 0; x < many; ++x) sum[x] = at::vec::fmadd(left, V::loadu(b + (j + x) * ldb + p), sum[x]);
+      }
+      for (int64_t x = 0; x < many; ++x) c[j + x] = total(sum[x]);
+    }
+    for (; j < n; ++j) {
+      V sum(0.0f);
+      for (int64_t p = 0; p < k; p += W) sum = at::vec::fmadd(V::loadu(a + p), V::loadu(b + j * ldb + p), sum);
+      c[j] = total(sum);
+    }
+  }
+}
+
 // -- packing ----------------------------------------------------------------------------------------------------
 
 // Words that n elements take along an axis.
@@ -103,6 +127,26 @@ inline void pack_row(const T* src, int64_t stride, int64_t n, float* out) {
   } else {
     for (int64_t k = 0; k < n; ++k) out[k] = to_float(src[k * stride]);
   }
+}
+
+// Rows of floats, whole vectors each: `step` apart.
+struct FloatRows {
+  const float* data;
+  int64_t step;
+};
+
+// Rows [rows, n] as floats: where they lie if they can be read so, else in `scratch`, zero beyond n.
+template <class T>
+inline FloatRows float_rows(const T* src, int64_t row, int64_t stride, int64_t rows, int64_t n, float* scratch) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (stride == 1 && n % W == 0) return {src, row};
+  }
+  const int64_t wide = round_up(n, W);
+  for (int64_t r = 0; r < rows; ++r) {
+    pack_row<false>(src + r * row, stride, n, scratch + r * wide);
+    std::fill(scratch + r * wide + n, scratch + (r + 1) * wide, 0.0f);
+  }
+  return {scratch, wide};
 }
 
 inline void transpose_square(const float* src, int64_t lds, float* dst, int64_t ldd) {
