@@ -88,17 +88,21 @@ def test_dropout_is_given_as_a_seed() -> None:
     assert seed.meta["val"].dim() == 0  # type: ignore[union-attr]
 
 
-def test_random_numbers_that_others_read_stay_a_tensor() -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_random_numbers_that_others_read_stay_a_tensor(training: bool) -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         numbers = torch.rand(2, 4, 17, 17)
         return ((q @ k.mT).softmax(-1) * (numbers > 0.5)) @ v, numbers
 
     kept: list[GraphModule] = []
-    with report.collect() as collected, torch.no_grad():
-        compiled(program, keep=kept, emitters=OURS)(*tensors())  # type: ignore[arg-type]
+    given = learned(*tensors()) if training else tensors()
+    with report.collect() as collected:
+        out, numbers = compiled(program, keep=kept, emitters=OURS)(*given)  # type: ignore[arg-type]
     assert fused_by(collected) == ["fused"]
     (node,) = (n for n in kept[0].graph.nodes if n.target is attention)
     assert node.args[3][0].meta["val"].shape == (2, 4, 17, 17)
+    q, k, v = given
+    torch.testing.assert_close(out, ((q @ k.mT).softmax(-1) * (numbers > 0.5)) @ v)  # those that came out were used
 
 
 def test_the_seeds_of_other_random_operators_stay() -> None:
