@@ -44,13 +44,17 @@ def make_context_local(config: ModuleType) -> None:
     """
     entries: dict[str, Any] = config._config
     for name, entry in entries.items():
-        if not isinstance(entry.user_override, ContextVar):
+        if not isinstance(entry, _ContextLocal) and not isinstance(entry.user_override, ContextVar):
             _localize(entry, ContextVar(name, default=entry.user_override))
+
+
+class _ContextLocal:
+    """What is done for an option is not done again."""
 
 
 def _localize(entry: Any, value: ContextVar[Any]) -> None:
     # a data descriptor of the class goes before the instance's attribute
-    class Local(type(entry)):  # type: ignore[misc]
+    class Local(_ContextLocal, type(entry)):  # type: ignore[misc]
         @property
         def user_override(self) -> Any:
             return value.get()

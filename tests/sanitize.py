@@ -43,8 +43,8 @@ ENVIRONMENT = {
 }
 ISAS = {
     "native": {},
-    "avx2": {"cpp.simdlen": 256, "cpp.march": None},
-    "portable": {"cpp.simdlen": 1, "cpp.march": None},
+    "avx2": {"cpp.simdlen": 256},
+    "portable": {"cpp.simdlen": 1},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
