@@ -5,13 +5,17 @@ Roles are found by structure.  That they mean what they seem to mean is shown af
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
+from torch.fx import Node
+
 from sdpa_rewrite.algebra.axes import Atom, Dim, Irregular, Window, atoms_of, same_size, shape_of
 from sdpa_rewrite.algebra.term import Term, subterms
 from sdpa_rewrite.candidates import Candidate as Candidate
 from sdpa_rewrite.candidates import candidates as candidates
 from sdpa_rewrite.candidates import descendants
 from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
-from sdpa_rewrite.lift.ops import opname, value_of
+from sdpa_rewrite.lift.ops import CONTRACTIONS, is_call, opname, value_of
 from sdpa_rewrite.site import Capture, Miss, Operand, Site
 from sdpa_rewrite.softmax import Lifted, Normalised, find_softmax, names_of, node_of
 
@@ -70,7 +74,7 @@ def site_of(lifted: Lifted) -> Site:
     captures, programs, sink = capture(lifted, programs, sink)
     check_captures(lifted, scores, captures)
     check_pointwise(lifted, programs, set(columns))
-    check_types(lifted, query, key, full)
+    check_types(lifted, scores, query, key, full)
     node, dims = query.attr
     key_node, key_dims = key.attr
     value_node, value_dims = lifted.value.attr
@@ -124,15 +128,23 @@ def check_pointwise(lifted: Lifted, programs: dict[str, Term], columns: set[Atom
                 raise Miss(f"the {name} are {what}", role, lifted.candidate.anchor)
 
 
-def check_types(lifted: Lifted, query: Term, key: Term, full: frozenset[Atom]) -> None:
-    """Floating types, and something along every axis.  Raises ``Miss``."""
+def check_types(lifted: Lifted, scores: Term, query: Term, key: Term, full: frozenset[Atom]) -> None:
+    """Floating types, that a product may have together, and something along every axis.  Raises ``Miss``."""
     for role, term in (("query", query), ("key", key), ("value", lifted.value)):
         node = term.attr[0]
         if not value_of(node).dtype.is_floating_point:
             raise Miss(f"the {role} is of type {value_of(node).dtype}", role, node)
+    for role, product in (("score", node_of(lifted, scores)), ("value", lifted.candidate.product)):
+        types = {str(value_of(x).dtype) for x in product.all_input_nodes} if _multiplies(product) else set()
+        if len(types) > 1:  # torch 2.11 traces it
+            raise Miss(f"eager has no product of {' and '.join(sorted(types))}", role, product)
     for atom in full | query.axes | lifted.value.axes:
         if same_size(atom.size, 0):
             raise Miss("an axis has no positions", "layout", lifted.candidate.product)
+
+
+def _multiplies(node: Node | None) -> TypeGuard[Node]:
+    return node is not None and is_call(node) and opname(node) in CONTRACTIONS
 
 
 def _ordered(lifted: Lifted, scores: Term) -> list[Atom]:
