@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch.fx
 from torch.fx import Node
@@ -21,6 +22,7 @@ from sdpa_rewrite.site import Miss, Site
 from sdpa_rewrite.twins import Reading, carried_over
 
 FUSED = "fused"
+ALL_BUT = 0.9  # of a pattern found, for it to be told where the engine fuses
 
 
 def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
@@ -41,7 +43,7 @@ def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
     memory = Memory(frozenset(n for site in sites for n in site.operands))
     known = {n for c in candidates for n in (c.anchor, c.product)}
     elsewhere = taught.declined_elsewhere(known) + taught.refuted_elsewhere(known)
-    nearest = [taught.nearest(c.anchor, c.product) for c in candidates]
+    nearly = [functools.partial(taught.nearest, c.anchor, c.product) for c in candidates]
     upgraded = [o for site in calls for o in _upgraded(graph, site, order, memory)]
     outcomes = [
         _rewritten(graph, verdict, order, memory, name, source)
@@ -51,7 +53,7 @@ def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
     ]
     told = (
         _with_patterns(outcome, taught.declining(c.anchor), near)
-        for c, outcome, near in zip(candidates, outcomes, nearest, strict=True)
+        for c, outcome, near in zip(candidates, outcomes, nearly, strict=True)
     )
     return (*taught.outcomes, *elsewhere, *upgraded, *told)
 
@@ -61,13 +63,12 @@ def _calls(graph: torch.fx.Graph) -> Iterator[Site]:
         yield from called_sites(graph)
 
 
-def _with_patterns(outcome: Outcome, declined: Outcome | None, nearest: str) -> Outcome:
-    """What the patterns say about a candidate: the one that it is, or, where it is not fused, that it nearly is."""
+def _with_patterns(outcome: Outcome, declined: Outcome | None, nearly: Callable[..., str]) -> Outcome:
+    """What the patterns say about a candidate: the one that it is, or nearly is (all but, where it is fused)."""
     if declined is not None:
         says = "; ".join(map(str, declined.reasons))
         return dataclasses.replace(outcome, details={**outcome.details, **declined.details, "pattern says": says})
-    if outcome.status == "fused":
-        return outcome
+    nearest = nearly(least=ALL_BUT if outcome.status == FUSED else 0.0)
     details = {**outcome.details, "nearest pattern": nearest} if nearest else outcome.details
     return dataclasses.replace(outcome, details=details)
 

@@ -30,8 +30,9 @@ RESTARTS = 32
 class LiftedPattern:
     """One variant of a pattern as a graph.
 
-    ``symbols``: the size of each named axis.  ``parameters``: by placeholder.  ``roots``: the results, layout looked
-    through; ``terms`` the same as a whole, and ``dims`` their dimensions.  ``program_dims``: the dimensions of what
+    ``symbols``: the size of each named axis.  ``parameters``: by placeholder.  ``results``: those that are computed,
+    and ``kept``: their places among all that is returned.  ``roots``: the results, layout looked through; ``terms`` the
+    same as a whole, and ``dims`` their dimensions.  ``program_dims``: the dimensions of what
     each program is a function of.  ``apart``: names that stand for several axes at once (a square).
     """
 
@@ -42,6 +43,7 @@ class LiftedPattern:
     symbols: Mapping[str, sympy.Symbol]
     parameters: Mapping[Node, Parameter]
     results: tuple[Node, ...]
+    kept: tuple[int, ...]
     opener: Opener
     roots: tuple[Term, ...]
     terms: tuple[Term, ...]
@@ -64,8 +66,7 @@ def lifted(name: str, function: Callable[..., Any], variant: Variant, any_size: 
     graph, symbols, placeholders = traced(name, function, variant, any_size)
     declared = [p for p in variant.parameters if p.kind != "program"]
     parameters = dict(zip(placeholders, declared, strict=True))
-    results = tuple(pytree.tree_leaves(next(n for n in graph.nodes if n.op == "output").args[0]))
-    _check_results(name, results)
+    results, kept = _results(name, graph)
     opener, whole, roots, terms, dims = _lifted(name, graph, results)
     programs = {str(n.args[1]): d for (n, d) in reversed(whole.memo) if n.target is program_op()}
     return LiftedPattern(
@@ -76,6 +77,7 @@ def lifted(name: str, function: Callable[..., Any], variant: Variant, any_size: 
         symbols,
         parameters,
         results,
+        kept,
         opener,
         roots,
         terms,
@@ -85,12 +87,19 @@ def lifted(name: str, function: Callable[..., Any], variant: Variant, any_size: 
     )
 
 
-def _check_results(name: str, results: Sequence[Any]) -> None:
-    for result in results:
-        if not isinstance(result, Node) or not isinstance(value_of(result), Tensor):
-            raise PatternError(f"{name}: a pattern returns tensors, not {result!r}")
-        if not is_call(result):
-            raise PatternError(f"{name}: a result is a parameter as it is")
+def _results(name: str, graph: Graph) -> tuple[tuple[Node, ...], tuple[int, ...]]:
+    """The results, and their places among all that the function returns.
+
+    A parameter that is returned, perhaps in another layout, is as it was: there is nothing to replace.
+    """
+    returned = pytree.tree_leaves(next(n for n in graph.nodes if n.op == "output").args[0])
+    for value in returned:
+        if not isinstance(value, Node) or not isinstance(value_of(value), Tensor):
+            raise PatternError(f"{name}: a pattern returns tensors, not {value!r}")
+    kept = tuple(k for k, value in enumerate(returned) if is_call(head(value)))
+    if not kept:
+        raise PatternError(f"{name}: it computes nothing: its result is a parameter as it is")
+    return tuple(returned[k] for k in kept), kept
 
 
 def _lifted(

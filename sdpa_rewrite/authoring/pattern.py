@@ -218,8 +218,8 @@ def pattern(function: Callable[..., Any], /) -> Pattern: ...
 def pattern(
     *,
     name: str = ...,
-    devices: Iterable[str] = ...,
-    dtypes: Iterable[torch.dtype] = ...,
+    devices: str | Iterable[str] = ...,
+    dtypes: torch.dtype | Iterable[torch.dtype] = ...,
     priority: int = ...,
     trusted: bool = ...,
     why_not: str = ...,
@@ -230,8 +230,8 @@ def pattern(
     /,
     *,
     name: str = "",
-    devices: Iterable[str] = (),
-    dtypes: Iterable[torch.dtype] = (),
+    devices: str | Iterable[str] = (),
+    dtypes: torch.dtype | Iterable[torch.dtype] = (),
     priority: int = 0,
     trusted: bool = False,
     why_not: str = "",
@@ -247,8 +247,11 @@ def pattern(
     """
     from sdpa_rewrite.authoring import registry
 
+    where = (devices,) if isinstance(devices, str) else tuple(devices)
+    types = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+
     def declare(declared: Callable[..., Any]) -> Pattern:
-        made = Pattern(declared, name or declared.__name__, tuple(devices), tuple(dtypes), priority, trusted, why_not)
+        made = Pattern(declared, name or declared.__name__, where, types, priority, trusted, why_not)
         _ = made.parameters  # a wrong declaration is told here, not when something compiles
         if register:
             registry.register(made)

@@ -30,7 +30,18 @@ def register(pattern: Pattern) -> Pattern:
 
 def unregister(pattern: Pattern | str) -> None:
     """Switch a pattern off.  Raises ``KeyError`` for a name that is not registered."""
-    del _registered[pattern if isinstance(pattern, str) else pattern.name]
+    name = pattern if isinstance(pattern, str) else pattern.name
+    if name not in _registered:
+        raise KeyError(f"no pattern {name!r} is registered; these are: {', '.join(sorted(_registered))}")
+    del _registered[name]
+
+
+def named(name: str) -> Pattern:
+    """The pattern of this name that is on.  Raises ``KeyError``."""
+    found = {p.name: p for p in active()}
+    if name not in found:
+        raise KeyError(f"no pattern {name!r} is on; these are: {', '.join(sorted(found))}")
+    return found[name]
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdpa_rewrite import rewrite
 from sdpa_rewrite.algebra.axes import Dims, Irregular, Refine
@@ -91,7 +92,11 @@ def _traced(
             for name, term in region.scalars.items():
                 arguments[name] = leaves[name].reshape(()) if name in scalars else _number(term, sizes)
             assert pattern.replacement is not None
-            outs = pytree.tree_leaves(pattern.replacement(**arguments))
+            try:
+                returned = pytree.tree_leaves(pattern.replacement(**arguments))
+            except Exception as error:  # the author's, and no failure of the pass
+                raise Refused(f"the replacement failed: {type(error).__name__}: {error}") from error
+            outs = [returned[k] for k in region.pattern.kept]
             finals = [_result(region, k, x, results[k], sizes) for k, x in enumerate(outs)]
             if not wanted:
                 return finals
@@ -186,26 +191,37 @@ def _symbols(graph: Graph, region: Region) -> dict[sympy.Symbol, Node]:
 
 @dataclass(frozen=True)
 class _Instance:
-    """Where a replacement is compared: a type, a device, how sizes are made."""
+    """Where a replacement is compared: a type, a device, how sizes are made, whether gradients are compared.
+
+    ``written``: the type in the graph.  What the pattern casts to is as good as that; a replacement may cast as far.
+    """
 
     dtype: torch.dtype
     device: torch.device
     step: int
+    grad: bool
+    written: torch.dtype
+
+    def tolerance(self, pattern: set[torch.dtype], replacement: set[torch.dtype]) -> float:
+        """How far two results may be apart, where these are the types of what the two compute on the way."""
+        own = TOLERANCE.get(self.written, 1e-4)
+        usual = max(TOLERANCE.get(t, 1e-4) for t in {self.dtype, *pattern})
+        return max([usual, *(n for t in replacement if (n := TOLERANCE.get(t, 1e-4)) <= own)])
 
 
 _verified: dict[Any, str] = {}
 
 
-def difference(pattern: Pattern, region: Region) -> str:
-    """Where the replacement differs from the pattern, in words; empty when they agree, forward and in gradients."""
+def difference(pattern: Pattern, region: Region, training: bool) -> str:
+    """Where the replacement differs from the pattern, in ``training`` in a gradient too; empty when they agree."""
     if pattern.trusted:
         return ""
     value = region.operand(next(iter(region.tensors))).node.meta["val"]
     scalars = tuple((n, t.attr if isinstance(t.attr, (int, float)) else None) for n, t in region.scalars.items())
-    key = (pattern.key(), str(region.pattern.variant), scalars, value.dtype, str(value.device))
+    key = (pattern.key(), str(region.pattern.variant), scalars, value.dtype, str(value.device), training)
     if key not in _verified:
-        own = _Instance(value.dtype, value.device, 16)
-        exact = _Instance(torch.float64, torch.device("cpu"), 1)
+        own = _Instance(value.dtype, value.device, 16, training, value.dtype)
+        exact = _Instance(torch.float64, torch.device("cpu"), 1, training, value.dtype)
         _verified[key] = _compared(pattern, region.pattern.variant, dict(scalars), (exact, own))
     return _verified[key]
 
@@ -219,6 +235,8 @@ def _compared(
             with clean_room():
                 found = (_compare(pattern, variant, scalars, instance, seed) for seed in SEEDS)
                 return next(filter(None, found), "")
+        except Refused as refused:
+            return str(refused)
         except Exception as error:  # an operator that does not run on such an instance says nothing about its values
             failed = failed or f"{type(error).__name__}: {error}"
     return f"the replacement could not be compared with the pattern ({failed}); trusted=True skips this"
@@ -228,8 +246,12 @@ def _compare(
     pattern: Pattern, variant: Variant, scalars: Mapping[str, float | None], instance: _Instance, seed: int
 ) -> str:
     assert pattern.replacement is not None
-    inputs = dict(small_inputs(variant, scalars, instance.dtype, instance.device, instance.step, seed))
-    mine, theirs = (_evaluated(f, {**variant.fixed, **inputs}, seed) for f in (pattern.function, pattern.replacement))
+    inputs = dict(small_inputs(variant, scalars, instance.dtype, instance.device, instance.step, seed, instance.grad))
+    with _Types() as here:
+        mine = _evaluated(pattern.function, {**variant.fixed, **inputs}, seed)
+    with _Types() as there:
+        theirs = _evaluated(pattern.replacement, {**variant.fixed, **inputs}, seed)
+    tolerance = instance.tolerance(here.types, there.types)
     if len(mine) != len(theirs):
         return f"the replacement returns {len(theirs)} values with gradients, the pattern {len(mine)}"
     for (what, x), (_, y) in zip(mine, theirs, strict=True):
@@ -239,11 +261,24 @@ def _compare(
             continue
         if x.shape != y.shape:
             return f"{what} has shape {tuple(y.shape)} in the replacement, {tuple(x.shape)} in the pattern"
-        worst = _worst(x, y, TOLERANCE.get(instance.dtype, 1e-4))
+        worst = _worst(x, y, tolerance)
         if worst is not None:
             gap, place = worst
             return f"{what} of the replacement differs from the pattern's by {gap:.3g} at {place}, on {_shapes(inputs)}"
     return ""
+
+
+class _Types(TorchDispatchMode):
+    """The floating types of all that is computed in the block: what casts to float32 is as good as float32."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.types: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.types |= {x.dtype for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()}
+        return out
 
 
 def _worst(x: Tensor, y: Tensor, tolerance: float) -> tuple[float, list[int]] | None:
@@ -274,6 +309,9 @@ def _evaluated(function: Callable[..., Any], inputs: Mapping[str, Any], seed: in
     }
     with torch.enable_grad():
         out = pytree.tree_leaves(function(**own))
+    for k, x in enumerate(out):
+        if not isinstance(x, Tensor):  # the pattern's results are: its trace has shown it
+            raise Refused(f"result {k} of the replacement is a {type(x).__name__}, not a tensor")
     values: list[tuple[str, Tensor | None]] = [(f"result {k}", x.detach()) for k, x in enumerate(out)]
     wanted = {n: x for n, x in own.items() if isinstance(x, Tensor) and x.requires_grad}
     random = torch.Generator().manual_seed(seed + 99)

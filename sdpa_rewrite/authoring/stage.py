@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -37,9 +37,12 @@ class Taught:
     declined: tuple[tuple[frozenset[Node], Outcome], ...] = ()
     near: tuple[Near, ...] = ()
 
-    def nearest(self, *nodes: Node) -> str:
-        """The pattern that came nearest to matching where ``nodes`` are, and what was in its way; in words."""
-        found = [n for n in self.near if n.covers & set(nodes)]
+    def nearest(self, *nodes: Node, least: float = 0.0) -> str:
+        """The pattern that came nearest to matching where ``nodes`` are, and what was in its way; in words.
+
+        ``least``: how much of it must have been found.
+        """
+        found = [n for n in self.near if n.covers & set(nodes) and n.matched >= least]
         best = max(found, key=lambda n: (n.refuted, n.matched), default=None)
         return diagnosis(best) if best is not None else ""
 
@@ -166,7 +169,7 @@ class _Pass:
         name, source = root.name, source_line(root)
         try:
             veto(pattern, matched(region, back))
-            if found := replace.difference(pattern, region):
+            if found := replace.difference(pattern, region, training):
                 raise Refused(found)
             held = frozenset(region.bound)
             added = replace.put_in(self.graph, pattern, region, back, order, held)
@@ -209,7 +212,21 @@ def veto(pattern: Pattern, match: Match) -> None:
     if pattern.dtypes and first.dtype not in pattern.dtypes:
         raise NoMatch(f"{first.name} is {first.dtype}, not {' or '.join(map(str, pattern.dtypes))}", at=first)
     for check in pattern.checks:
-        check(match)
+        _ask(check, match)
+
+
+def _ask(check: Callable[[Match], None], match: Match) -> None:
+    """A check that fails, or that returns something, has not said yes."""
+    name = getattr(check, "__name__", "extra_check")
+    answer: object = None
+    try:
+        answer = check(match)  # type: ignore[func-returns-value]
+    except NoMatch:
+        raise
+    except Exception as error:
+        raise NoMatch(f"the check {name} failed: {type(error).__name__}: {error}") from error
+    if answer is not None:
+        raise NoMatch(f"the check {name} returned {answer!r}: it raises NoMatch to say no, and returns nothing else")
 
 
 def matched(region: Region, back: Backward) -> Match:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -54,7 +56,7 @@ def traced(
     from torch._inductor.decomposition import select_decomp_table
 
     env = ShapeEnv()
-    mode = FakeTensorMode(shape_env=env)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)  # a tensor from outside is told below
     axes = dict.fromkeys(a for p in variant.parameters for a in p.axes if isinstance(a, str))
     if len(axes) > len(HINTS) and not hints:
         raise PatternError(f"{name}: more than {len(HINTS)} named axes")
@@ -76,7 +78,7 @@ def traced(
     except PatternError:
         raise
     except Exception as error:
-        raise PatternError(f"{name}: its function cannot be traced: {type(error).__name__}: {error}") from error
+        raise PatternError(f"{name}: its function cannot be traced: {_why(error, function, sizes)}") from error
     module.graph.eliminate_dead_code()
     for axis, size in sizes.items():
         if any_size and not isinstance(env.replace(size.node.expr), sympy.Symbol):
@@ -91,6 +93,18 @@ def traced(
     named = dict(zip((p.name for p in order), inputs, strict=True))
     _keep(module)
     return module.graph, symbols, [named[p.name] for p in order]
+
+
+def _why(error: Exception, function: Callable[..., Any], sizes: Mapping[str, Any]) -> str:
+    """An error in words that an author knows: sizes by the names of axes, and the author's line."""
+    text = str(error).split("\n")[0]
+    if "data-dependent" in text:
+        text = "it asks for a scalar's value; what Python decides upon is declared as a choice (Literal, bool)"
+    for axis, size in sizes.items():
+        text = re.sub(rf"\b{size.node.expr}\b", axis, text)
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_AUTHORS)]
+    at = f" ({own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else ""
+    return f"{type(error).__name__}: {text}{at}"
 
 
 def _when(variant: Variant) -> str:
