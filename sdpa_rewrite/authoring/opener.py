@@ -57,6 +57,7 @@ class Opener(Lifter):
         self._numbers = Lifter(axes, set())
         self._numbers.terms = self.terms
         self._opened: dict[Term, Term] = {}
+        self._softmaxes: dict[Term, Softmax | None] = {}
         self._inside: dict[Term, dict[Node, None]] = {}
 
     def request(self, node: Node, dims: Dims) -> Term:
@@ -128,6 +129,7 @@ class Opener(Lifter):
         """Split an axis, and forget what was read with it.  Raises ``Irregular``."""
         self.axes.split(refine)
         self._opened.clear()
+        self._softmaxes.clear()
 
     def whole(self, term: Term) -> Term:
         """``term`` with all its pointwise operators opened, as far as they can be read."""
@@ -147,6 +149,11 @@ class Opener(Lifter):
         """The softmax that ``term`` is, however it is spelled, if it is one."""
         if term.op != "leaf" or not is_call(term.attr[0]):
             return None
+        if term not in self._softmaxes:
+            self._softmaxes[term] = self._softmax(term)
+        return self._softmaxes[term]
+
+    def _softmax(self, term: Term) -> Softmax | None:
         node, dims = term.attr
         name = opname(node)
         if name in ("mul", "add", "sub", "div"):
