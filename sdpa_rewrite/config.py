@@ -71,6 +71,14 @@ upgrade_calls: bool = _flag("SDPA_REWRITE_UPGRADE_CALLS", True)
 # Emitters that may take a site, the one to be asked first in front.  SDPA_REWRITE_EMITTERS, separated by commas.
 emitters: tuple[str, ...] = _names("SDPA_REWRITE_EMITTERS", ("fused", "sdpa", "flex"))
 
+# A site is fused only where that is estimated to be faster than the unfused code (on CPU; see sdpa_rewrite.costs).
+# False: whatever can be fused is.  SDPA_REWRITE_COST_MODEL.
+cost_model: bool = _flag("SDPA_REWRITE_COST_MODEL", True)
+
+# A file that `python -m sdpa_rewrite calibrate` wrote on this machine; empty: the costs that come with the package.
+# SDPA_REWRITE_COSTS.
+costs: str = os.environ.get("SDPA_REWRITE_COSTS", "")
+
 # Print the log of the rewriting on stderr, from this level on ("debug", "info", "warning"; "1" is "info").
 # Read once, on import.  TORCH_LOGS="+sdpa_rewrite" does the same the torch way.  SDPA_REWRITE_LOG.
 log: str = os.environ.get("SDPA_REWRITE_LOG", "")

@@ -19,7 +19,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from sdpa_rewrite import compat, config, report
 
-SOURCE_SUFFIXES = (".py", ".jinja", ".h", ".cpp")
+SOURCE_SUFFIXES = (".py", ".json", ".h", ".cpp")
 
 
 def registered_patterns_key() -> tuple[str, ...]:
@@ -85,12 +85,13 @@ class AttentionPass(CustomGraphPass):
         if not self._active():
             return "sdpa_rewrite: off"
         # a cache may answer with a graph that calls our operators, and then no pass runs that would define them
+        from sdpa_rewrite import costs
         from sdpa_rewrite.kernels import op  # noqa: F401
 
         options = sorted(config.save_config_portable().items())
         try:
-            parts = (_sources_digest(), torch.__version__, options, registered_patterns_key())
-        except OSError:
+            parts = (_sources_digest(), torch.__version__, options, costs.key(), registered_patterns_key())
+        except Exception:  # sources that cannot be read, a file of costs that is none
             return None
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 

@@ -12,8 +12,9 @@ from torch.fx import Node
 from sdpa_rewrite import analyse, config, match
 from sdpa_rewrite.authoring import naming, stage
 from sdpa_rewrite.calls import called_sites
-from sdpa_rewrite.choose import EMITTERS, choose
+from sdpa_rewrite.choose import EMITTERS, choose, in_words
 from sdpa_rewrite.cleanroom import clean_room
+from sdpa_rewrite.costs import UNFUSED
 from sdpa_rewrite.describe import bytes_avoided, disabled, drawn_mask, form_of
 from sdpa_rewrite.lift.ops import source_line
 from sdpa_rewrite.outcome import Form, Outcome, Reason
@@ -21,7 +22,7 @@ from sdpa_rewrite.rewrite import Memory, Refused, rewrite
 from sdpa_rewrite.site import Miss, Site
 from sdpa_rewrite.twins import Reading, carried_over
 
-FUSED = "fused"
+FUSED, CALL = "fused", "sdpa"
 ALL_BUT = 0.9  # of a pattern found, for it to be told where the engine fuses
 
 
@@ -118,11 +119,17 @@ def _upgraded(graph: torch.fx.Graph, site: Site, order: dict[Node, int], memory:
         return
     name, source = site.scores_node.name, source_line(site.scores_node)
     with config.patch(emitters=(FUSED,)):
-        yield _rewritten(graph, site, order, memory, name, source)
+        yield _rewritten(graph, site, order, memory, name, source, now=CALL)
 
 
 def _rewritten(
-    graph: torch.fx.Graph, site: Site, order: dict[Node, int], memory: Memory, name: str, source: str
+    graph: torch.fx.Graph,
+    site: Site,
+    order: dict[Node, int],
+    memory: Memory,
+    name: str,
+    source: str,
+    now: str = UNFUSED,
 ) -> Outcome:
     form = _named(form_of(site), site)
     unwanted = disabled(form, site.training)
@@ -134,10 +141,11 @@ def _rewritten(
         text = "torch's own generator draws the dropout mask beside the probabilities (fallback_random)"
         reason = Reason(text, "weight", mask.name, source_line(mask))
         return Outcome("recognised", name, source, site.training, form, reasons=(reason,))
-    emitter, against = choose(site)
-    reasons = tuple(Reason(text, role) for role, texts in against.items() for text in texts)
+    choice = choose(site, now)
+    emitter, details = choice.emitter, _times(choice.seconds)
+    reasons = tuple(Reason(text, role) for role, texts in choice.against.items() for text in texts)
     if emitter is None:
-        return Outcome("recognised", name, source, site.training, form, reasons=reasons)
+        return Outcome("recognised", name, source, site.training, form, reasons=reasons, details=details)
     avoided = bytes_avoided(site)
     try:
         rewrite(graph, site, emitter, order, memory)
@@ -146,4 +154,9 @@ def _rewritten(
             raise
         text = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
         return Outcome("recognised", name, source, site.training, form, reasons=(*reasons, Reason(text, emitter.name)))
-    return Outcome("fused", name, source, site.training, form, emitter.name, bytes_avoided=avoided)
+    return Outcome("fused", name, source, site.training, form, emitter.name, bytes_avoided=avoided, details=details)
+
+
+def _times(seconds: dict[str, float]) -> dict[str, str]:
+    """The estimates in words."""
+    return {"estimated": ", ".join(f"{kind} {in_words(t)}" for kind, t in seconds.items())} if seconds else {}

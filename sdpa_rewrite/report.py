@@ -178,6 +178,8 @@ def _line(site: Outcome) -> str:
 def _details(site: Outcome) -> Iterator[str]:
     if site.form is not None:
         yield f"form: {describe(site.form)}"
+    if "estimated" in site.details:
+        yield f"estimated: {site.details['estimated']}"
     yield from (f"why not: {_explained(reason)}" for reason in site.reasons)
     if "pattern says" in site.details:
         yield f"pattern {site.details['pattern']}: {site.details['pattern says']}"

@@ -24,7 +24,8 @@ def test_defaults() -> None:
 
 def test_names_are_the_options_and_nothing_else() -> None:
     expected = (
-        "enabled strict verify dropout keep_torch_patterns disabled_forms disabled_patterns upgrade_calls emitters log"
+        "enabled strict verify dropout keep_torch_patterns disabled_forms disabled_patterns upgrade_calls emitters"
+        " cost_model costs log"
     )
     assert list(config.names()) == expected.split()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sdpa_rewrite import hook
 from sdpa_rewrite.bench import machine, memory, peak, table
+from sdpa_rewrite.bench.calibrate import calibrate
 from sdpa_rewrite.bench.case import Case
 from sdpa_rewrite.bench.contenders import NAMES, Step, Unavailable, difference, first_run, step
 from sdpa_rewrite.bench.measure import Call, interleaved, medians, ratios
@@ -40,6 +41,15 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="tiny sizes and no bars: to see that it runs")
     bench.add_argument("--json", metavar="FILE", help="write all figures")
     bench.add_argument("--plot", metavar="FILE", help="draw time and memory against the length (the plot extra)")
+    calibrate = commands.add_parser("calibrate", help="measure what decides between fused and unfused code on CPU")
+    calibrate.add_argument("--out", metavar="FILE", default="costs.json", help="where to write the costs (costs.json)")
+    calibrate.add_argument(
+        "--check", action="store_true", help="only compare the costs that hold with what is measured"
+    )
+    calibrate.add_argument(
+        "--dtype", action="append", choices=["float32", "bfloat16", "float16"], help="all if not given"
+    )
+    calibrate.add_argument("--threads", type=int, nargs="+", help="1 and torch's own choice where not given")
     return out
 
 
@@ -47,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; the exit code is 1 where a bar was missed or a result is wrong."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(given)
+    if options.command == "calibrate":
+        return _calibrate(options)
     if options.threads:
         torch.set_num_threads(options.threads)
     about = {"command": shlex.join(["python", "-m", "sdpa_rewrite", *given]), **machine.describe()}
@@ -68,6 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         plot(results, options.plot, f"{about['command']}\n{about['machine']}, {about['threads']} threads")
     return 0 if all(r.passed for r in results) else 1
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    dtypes = [getattr(torch, name) for name in options.dtype or ("float32", "bfloat16", "float16")]
+    threads = options.threads or sorted({1, torch.get_num_threads()})
+    with _own_state():
+        return calibrate(options.out, options.check, dtypes, threads)
 
 
 @contextmanager

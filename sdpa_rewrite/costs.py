@@ -1,0 +1,145 @@
+"""How long attention takes on CPU, written out and fused: a linear model of measured times.
+
+A time is a sum of what is counted (``Work.counts``), each count times a cost.  The costs were measured by
+``python -m sdpa_rewrite calibrate`` and are in ``costs.json``, by instruction set, type, direction and kind of code;
+``config.costs`` names a file of one's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+
+from sdpa_rewrite import config
+from sdpa_rewrite.algebra.axes import product
+from sdpa_rewrite.algebra.term import subterms
+from sdpa_rewrite.emit.base import compute_dtype, device_of
+from sdpa_rewrite.emit.programs import drawn
+from sdpa_rewrite.emit.visible import visibility
+from sdpa_rewrite.site import Site
+
+SHIPPED = Path(__file__).with_name("costs.json")
+UNFUSED = "stock"
+COUNTS = ("calls", "heads", "products", "scores", "operands", "draws")
+TOLERATED = 1.05
+"""What is fused may be estimated to take this many times as long: it takes less memory."""
+UNKNOWN = 1024
+"""What a symbolic size is taken for where the first inputs do not tell."""
+
+Costs = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]]
+"""Instruction set, type, direction and kind of code -> nanoseconds of one thread for one of each of ``COUNTS``."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What there is to do: ``heads`` times ``rows`` x ``columns`` scores, for ``shared`` heads of keys and values.
+
+    ``depth``: head size of keys and of values together.  ``seen``: the share of the scores that no mask hides.
+    """
+
+    dtype: str
+    training: bool
+    heads: int
+    shared: int
+    rows: int
+    columns: int
+    depth: int
+    seen: float = 1.0
+    draws: bool = False
+
+    def counts(self, fused: bool) -> tuple[float, ...]:
+        """``COUNTS``: only fused code skips what is hidden."""
+        scores = self.heads * self.rows * self.columns
+        some = scores * self.seen if fused else scores
+        operands = self.shared * self.columns * self.depth
+        return 1.0, self.heads, some * self.depth, some, operands, some * self.draws
+
+
+def instruction_set() -> str:
+    """What the kernels are compiled for, by name: ``avx512-bf16``, ``avx512``, ``avx2``, ``default``."""
+    name = torch.backends.cpu.get_cpu_capability().lower()
+    return name + ("-bf16" if name == "avx512" and torch.cpu._is_avx512_bf16_supported() else "")
+
+
+def estimate(work: Work, kind: str) -> float | None:
+    """Seconds, with the threads that torch has now; None where nothing was measured that is like it."""
+    table = _table(config.costs)
+    costs = table.get(instruction_set(), next(iter(table.values())))
+    own = costs.get(work.dtype, {}).get("training" if work.training else "forward", {}).get(kind)
+    if own is None:
+        return None
+    calls, *rest = (c * n for c, n in zip(own, work.counts(kind != UNFUSED), strict=True))
+    return (calls + sum(rest) / torch.get_num_threads()) * 1e-9
+
+
+def is_slower(own: float, today: float) -> bool:
+    """Whether code that takes ``own`` seconds should not replace code that takes ``today``."""
+    return own > TOLERATED * today
+
+
+def work_of(site: Site) -> Work | None:
+    """What there is to do at a site; None where it is not on CPU."""
+    if device_of(site).type != "cpu":
+        return None
+    known = _sizes_of_first_inputs(site)
+    rows, columns = _count(product(site.rows), known), _count(product(site.columns), known)
+    shared = [a.size for a in site.batch if a in site.key.axes or a in site.value.axes]
+    return Work(
+        dtype=str(compute_dtype(site)).removeprefix("torch."),
+        training=site.training,
+        heads=_count(math.prod(a.size for a in site.batch), known),
+        shared=_count(math.prod(shared), known),
+        rows=rows,
+        columns=columns,
+        depth=_count(product(site.depth) + product(site.width), known),
+        seen=_seen(site, rows, columns, known),
+        draws=any(drawn(c) is not None for c in site.captures if _reads(site, c.name)),
+    )
+
+
+def _reads(site: Site, name: str) -> bool:
+    return any(t.op == "hole" and t.attr == name for t in subterms(site.weight))
+
+
+def _seen(site: Site, rows: int, columns: int, known: Mapping[sympy.Symbol, sympy.Integer]) -> float:
+    """The share of the scores within the band that masks by index leave; masks that are tensors may hide nothing."""
+    if not rows or not columns:
+        return 1.0
+    band = visibility(site, site.score, frozenset())
+    low = -rows if band.low is None else _count(band.low, known)
+    high = columns if band.high is None else _count(band.high, known)
+    inside = (min(columns - 1, i + high) - max(0, i + low) + 1 for i in range(rows))
+    return sum(max(0, n) for n in inside) / (rows * columns)
+
+
+def _sizes_of_first_inputs(site: Site) -> dict[sympy.Symbol, sympy.Integer]:
+    """Symbols of sizes, as far as the tensors that the graph was made from have told them."""
+    values = [o.node.meta["val"] for o in (site.query, site.key, site.value)]
+    sizes = [n.node for x in values for n in x.shape if isinstance(n, torch.SymInt)]
+    return {n.expr: sympy.Integer(n.hint) for n in sizes if isinstance(n.expr, sympy.Symbol) and n.hint is not None}
+
+
+def _count(size: Any, known: Mapping[sympy.Symbol, sympy.Integer]) -> int:
+    if isinstance(size, int):
+        return size
+    expr = size.xreplace(known)
+    return int(expr.xreplace({s: sympy.Integer(UNKNOWN) for s in expr.free_symbols}))
+
+
+def key() -> tuple[Any, ...]:
+    """What identifies the estimates: part of the key of Inductor's caches."""
+    return instruction_set(), torch.get_num_threads(), repr(_table(config.costs))
+
+
+@functools.cache
+def _table(path: str) -> Costs:
+    found: Costs = json.loads(Path(path or SHIPPED).read_text())
+    return found

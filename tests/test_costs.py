@@ -1,0 +1,159 @@
+"""The cost model: what is estimated, that the smaller estimate decides, and that the costs are found from times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sdpa_rewrite import config, costs, graph_pass, report
+from sdpa_rewrite.bench.calibrate import Sample, check, fitted
+from sdpa_rewrite.costs import COUNTS, Work
+from tests.conftest import attention, inputs
+from tests.harness import compiled
+
+Function = Callable[..., Tensor]
+
+
+def written(path: Path, **nanoseconds: float) -> str:
+    """A file in which a call of each kind of code takes so long, whatever its size."""
+    own = {kind: [n] + [0.0] * (len(COUNTS) - 1) for kind, n in nanoseconds.items()}
+    table = {costs.instruction_set(): {"float32": {"forward": own, "training": own}}}
+    path.write_text(json.dumps(table))
+    return str(path)
+
+
+def outcome(function: Function, *args: Tensor, **options: Any) -> Any:
+    with report.collect() as collected:
+        compiled(function, **options)(*args)
+    assert not collected.failures
+    (only,) = collected.sites
+    return only
+
+
+@torch.no_grad()
+def test_what_is_faster_unfused_stays_and_both_estimates_are_told(tmp_path: Path) -> None:
+    file = written(tmp_path / "costs.json", stock=20_000.0, sdpa=21_500.0, fused=30_000.0, flex=40_000.0)
+    args = inputs()
+    left = outcome(attention, *args, costs=file)
+    assert left.status == "recognised"
+    assert [str(r) for r in left.reasons[:2]] == [
+        "estimated at 30 us, what is there now at 20 us (config.cost_model) [fused]",
+        "estimated at 21.5 us, what is there now at 20 us (config.cost_model) [sdpa]",
+    ]
+    assert left.details["estimated"] == "stock 20 us, fused 30 us, sdpa 21.5 us, flex 40 us"
+    assert "estimated: stock 20 us, fused 30 us" in str(report.Report((left,), graphs=1))
+    assert outcome(attention, *args, costs=file, cost_model=False).emitter == "fused"
+
+
+@torch.no_grad()
+def test_another_emitter_takes_what_it_is_faster_at(tmp_path: Path) -> None:
+    file = written(tmp_path / "costs.json", stock=20_000.0, sdpa=10_000.0, fused=30_000.0)
+    assert outcome(attention, *inputs(), costs=file).emitter == "sdpa"
+
+
+@torch.no_grad()
+def test_a_call_stays_where_ours_is_slower(tmp_path: Path) -> None:
+    args = inputs()
+    slow = written(tmp_path / "slow.json", stock=0.0, sdpa=10_000.0, fused=30_000.0)
+    left = outcome(scaled_dot_product_attention, *args, costs=slow)
+    assert left.status == "recognised"
+    assert "estimated at 30 us, what is there now at 10 us" in str(left.reasons[0])
+    fast = written(tmp_path / "fast.json", stock=0.0, sdpa=10_000.0, fused=5_000.0)
+    assert outcome(scaled_dot_product_attention, *args, costs=fast).emitter == "fused"
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("n", [16, 128, 2048])
+def test_the_shipped_costs_fuse_self_attention(training: bool, n: int) -> None:
+    args = inputs(1, 2, n, 16, requires_grad=training)
+    found = outcome(attention, *args)
+    assert found.emitter == "fused"
+    assert found.details["estimated"].startswith("stock ")
+
+
+def test_what_is_counted() -> None:
+    work = Work("float32", False, heads=8, shared=2, rows=3, columns=5, depth=40, seen=0.5, draws=True)
+    assert dict(zip(COUNTS, work.counts(fused=False), strict=True)) == {
+        "calls": 1, "heads": 8, "products": 8 * 15 * 40, "scores": 120, "operands": 2 * 5 * 40, "draws": 120,
+    }  # fmt: skip
+    assert dict(zip(COUNTS, work.counts(fused=True), strict=True)) == {
+        "calls": 1, "heads": 8, "products": 4 * 15 * 40, "scores": 60, "operands": 2 * 5 * 40, "draws": 60,
+    }  # fmt: skip
+
+
+def causal_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+    scores = (q @ k.mT).masked_fill((j > i) | (j < i - 2), -float("inf"))
+    return torch.nn.functional.dropout(scores.softmax(-1), 0.1) @ v
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@torch.no_grad()
+def test_the_work_of_a_site(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks by index are counted, and symbolic sizes are those of the first inputs."""
+    found: list[Work] = []
+
+    def kept(work: Work, kind: str) -> None:
+        found.append(work)
+
+    monkeypatch.setattr(costs, "estimate", kept)
+    q, k, v = torch.randn(2, 6, 10, 8), torch.randn(2, 3, 10, 8), torch.randn(2, 3, 10, 12)
+
+    def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(2, 6, *x.shape[2:]) for x in (k, v))
+        return causal_window(q, k, v)
+
+    outcome(grouped, q, k, v, dynamic=dynamic)
+    seen = (1 + 2 + 8 * 3) / 100
+    assert found[0] == Work("float32", False, 12, 6, 10, 10, 20, seen, draws=True)
+
+
+def test_the_key_of_the_caches_changes_with_the_costs(tmp_path: Path) -> None:
+    before = graph_pass.attention_pass.uuid()
+    with config.patch(costs=written(tmp_path / "costs.json", stock=1.0)):
+        assert graph_pass.attention_pass.uuid() not in (None, before)
+    assert graph_pass.attention_pass.uuid() == before
+
+
+@torch.no_grad()
+def test_a_file_that_holds_no_costs_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text("not JSON")
+    args = inputs()
+    with report.collect() as collected, config.patch(costs=str(tmp_path / "costs.json")):
+        out = compiled(attention, strict=False)(*args)
+        assert graph_pass.attention_pass.uuid() is None
+    torch.testing.assert_close(out, attention(*args))
+    assert "JSONDecodeError" in collected.failures[0]
+
+
+def test_costs_are_found_from_times() -> None:
+    true = [30_000.0, 0.0, 0.02, 1.5, 0.0, 4.0]
+    found = []
+    for n, heads, draws, threads in ((16, 8, False, 1), (64, 3, True, 2), (300, 2, True, 1), (500, 8, False, 2)):
+        for depth in (32, 128):
+            work = Work("float32", False, heads, heads, n, n, depth, 1.0, draws)
+            calls, *rest = (c * m for c, m in zip(true, work.counts(fused=True), strict=True))
+            seconds = (calls + sum(rest) / threads) * 1e-9
+            found.append(Sample(work, "", threads, {"fused": seconds, "stock": 2 * seconds}))
+    assert fitted(found, "fused") == pytest.approx(true, rel=1e-3)
+    assert all(c >= 0 for c in fitted(found, "stock"))
+
+
+def test_the_check_tells_wrong_choices(tmp_path: Path) -> None:
+    work = Work("float32", False, 1, 1, 8, 8, 8)
+    samples = [
+        Sample(work, "8", 1, {"stock": 2e-5, "fused": 1e-5}),
+        Sample(work, "9", 1, {"stock": 1e-5, "fused": 2e-5}),
+    ]
+    with config.patch(costs=written(tmp_path / "costs.json", stock=20_000.0, fused=10_000.0)):
+        *lines, verdict = check(samples)
+    assert verdict == "1 of 2 chosen right, or within 5%"
+    assert "which is 2.00x as slow" in lines[2]
+    assert "as slow" not in lines[1]

@@ -1,0 +1,113 @@
+"""The kernels as Inductor compiles them, on sizes, layouts and thread counts that are drawn."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.fx.experimental._config as symbolic
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sdpa_rewrite import report
+from tests.test_cpu_kernels import biased, capped_causal, results, with_dropout
+
+pytestmark = pytest.mark.codegen
+Function = Callable[..., Tensor]
+LENGTHS = (2, 5, 17, 47, 64, 65, 129, 200, 1000)
+HEAD_SIZES = (8, 16, 40, 80, 96, 256)
+ROUNDINGS = {torch.float32: 5e-7, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+"""Of the largest value: what may be added to half as much again as the error of the program as written."""
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return capped_causal(q, k, v)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, function: Function) -> list[Tensor]:
+    """Query, key, value and what else ``function`` takes, in layouts that are not always the plain one."""
+    batch, shared = draw(st.sampled_from((2, 3))), draw(st.sampled_from((2, 5)))
+    heads = shared * (3 if function is grouped else 1)
+    rows, columns = draw(st.sampled_from(LENGTHS)), draw(st.sampled_from(LENGTHS))
+    depth, width = draw(st.sampled_from(HEAD_SIZES)), draw(st.sampled_from(HEAD_SIZES))
+    if function is grouped:
+        rows = min(rows, columns)  # every row sees a key
+    out = [
+        _laid(torch.randn(batch, h, n, d), draw(st.booleans()))
+        for h, n, d in ((heads, rows, depth), (shared, columns, depth), (shared, columns, width))
+    ]
+    if function is biased:
+        hidden = torch.rand(batch, 1, rows, columns) > draw(st.sampled_from((0.3, 0.9)))
+        out += [torch.randn(heads, rows, columns), torch.randn(heads, 1, 1), hidden]
+    return out
+
+
+def _laid(x: Tensor, transposed: bool) -> Tensor:
+    """The heads before or after the positions in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x
+
+
+@functools.cache
+def fused(function: Function) -> Function:
+    options = {"emitters": ("fused",), "strict": True, "cost_model": False}
+    return torch.compile(function, backend="sdpa_rewrite", dynamic=True, options=options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        (plain, torch.bfloat16),
+        (plain, torch.float16),
+        (grouped, torch.float32),
+        (grouped, torch.bfloat16),
+        (biased, torch.float32),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_no_less_exact_than_unfused(function: Function, dtype: torch.dtype) -> None:
+    @seed(0)
+    @settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=False)
+    @given(st.data(), st.sampled_from((1, 2)))
+    def sweep(data: st.DataObject, threads: int) -> None:
+        drawn = [x.to(dtype) if x.is_floating_point() else x for x in data.draw(tensors(function))]
+        torch.set_num_threads(threads)
+        _check(function, drawn)
+
+    before = torch.get_num_threads()
+    limits: Any = torch._dynamo.config.patch(recompile_limit=30, fail_on_recompile_limit_hit=True)
+    try:
+        with limits, symbolic.patch(use_duck_shape=False), report.collect() as collected:
+            sweep()
+    finally:
+        torch.set_num_threads(before)
+    assert {o.emitter for o in collected.sites} == {"fused"}
+
+
+def _check(function: Function, drawn: list[Tensor]) -> None:
+    exact = results(function, [x.double() if x.is_floating_point() else x for x in drawn])
+    for k, (a, b, c) in enumerate(zip(results(fused(function), drawn), results(function, drawn), exact, strict=True)):
+        ours, written, size = ((x.double() - y).abs().max().item() for x, y in ((a, c), (b, c), (c, 0 * c)))
+        assert ours <= 1.5 * written + ROUNDINGS[a.dtype] * size, f"value {k}: {ours:.3g}, as written {written:.3g}"
+
+
+def test_dropout_of_a_compiled_function_has_its_own_gradient() -> None:
+    """The difference quotient along a direction, with the mask of one seed."""
+    q, k, v = (torch.randn(2, 2, 70, 24) for _ in range(3))
+    step = [torch.randn_like(x) * 1e-3 for x in (q, k, v)]
+    function = fused(with_dropout)
+    _, *gradients = results(function, [q, k, v])
+    cotangent = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    up, down = (results(function, [x + s * d for x, d in zip((q, k, v), step, strict=True)])[0] for s in (1, -1))
+    quotient = ((up.double() - down.double()) * cotangent).sum() / 2
+    slope = sum((g.double() * d).sum() for g, d in zip(gradients, step, strict=True))
+    torch.testing.assert_close(quotient, slope, rtol=2e-2, atol=1e-6)
