@@ -13,6 +13,11 @@ from torch.nn import functional as F
 
 import sdpa_rewrite
 
+try:
+    from examples import _measure
+except ImportError:  # run as a script
+    import _measure  # type: ignore[no-redef]
+
 
 class Attention(nn.Module):
     """Causal attention written out, with a mask cut from a buffer and dropout on the probabilities."""
@@ -73,28 +78,37 @@ def train(step: Callable[[Tensor], Tensor], model: Model, data: Tensor, tokens: 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train with and without the rewrite from the same weights and compare the losses."""
+    """Train with and without the rewrite from the same weights; compare the losses, and with --repeats the steps.
+
+    Without dropout the other is eager; with it stock torch.compile, which draws the same masks from the same seed.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--repeats", type=int, default=0, help="steps whose time and memory are measured")
     options = parser.parse_args(arguments)
     text = "".join(topics.values())
     alphabet = sorted(set(text))
     data = torch.tensor([alphabet.index(c) for c in text[:200_000]])
-    curves = []
-    for backend in ("eager", "sdpa_rewrite"):
+    other = "inductor" if options.dropout or options.repeats else "eager"
+    curves, steps = [], []
+    for backend in (other, "sdpa_rewrite"):
         torch.manual_seed(0)
         model = Model(len(alphabet), options.width, 4, options.tokens, options.dropout)
         if backend == "sdpa_rewrite":
             print(sdpa_rewrite.explain(model, data[None, : options.tokens + 1]))
+        torch.manual_seed(0)
         step = model if backend == "eager" else torch.compile(model, backend=backend)
         curves.append(train(step, model, data, options.tokens, options.steps))
-    eager, ours = curves
-    print(f"loss {eager[0]:.3f} -> {eager[-1]:.3f} in eager, {ours[0]:.3f} -> {ours[-1]:.3f} with sdpa_rewrite")
-    if not options.dropout:
-        print(f"largest difference of a loss: {max(abs(a - b) for a, b in zip(eager, ours, strict=True)):.0e}")
+        batch = torch.stack([data[k : k + options.tokens + 1] for k in range(4)])
+        steps.append(lambda step=step, batch=batch: step(batch).backward())
+    (first, ours), name = curves, "stock torch.compile" if other == "inductor" else "eager"
+    print(f"loss {first[0]:.3f} -> {first[-1]:.3f} with {name}, {ours[0]:.3f} -> {ours[-1]:.3f} with sdpa_rewrite")
+    print(f"largest difference of a loss: {max(abs(a - b) for a, b in zip(first, ours, strict=True)):.0e}")
+    if options.repeats:
+        _measure.report("a training step", *steps, options.repeats)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sdpa_rewrite import config, costs, graph_pass, report
+from sdpa_rewrite.bench import calibrate as calibration
 from sdpa_rewrite.bench.calibrate import Sample, check, fitted
+from sdpa_rewrite.bench.command import main
+from sdpa_rewrite.bench.forms import Size
 from sdpa_rewrite.costs import COUNTS, Work
 from tests.conftest import attention, inputs
 from tests.harness import compiled
@@ -157,3 +160,22 @@ def test_the_check_tells_wrong_choices(tmp_path: Path) -> None:
     assert verdict == "1 of 2 chosen right, or within 5%"
     assert "which is 2.00x as slow" in lines[2]
     assert "as slow" not in lines[1]
+
+
+@pytest.mark.usefixtures("no_codegen")
+def test_calibrate_writes_what_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(calibration, "SIZES", (Size(2, 2, 8, 8), Size(2, 3, 40, 16)))
+    monkeypatch.setattr(calibration, "REPEATS", 1)
+    file = tmp_path / "costs.json"
+    assert main(["calibrate", "--out", str(file), "--dtype", "float32", "--threads", "1"]) == 0
+    found = json.loads(file.read_text())[costs.instruction_set()]["float32"]
+    assert {direction: sorted(kinds) for direction, kinds in found.items()} == {
+        "forward": ["flex", "fused", "sdpa", "stock"],
+        "training": ["fused", "sdpa", "stock"],
+    }
+    assert all(len(each) == len(COUNTS) for kinds in found.values() for each in kinds.values())
+    told = capsys.readouterr().out.splitlines()
+    assert (
+        len(told) == 1 + 8 + 2
+    )  # a heading, two sizes in two directions with dropout and without, a verdict, the file
+    assert str(file) in told[-1]

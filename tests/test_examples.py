@@ -30,11 +30,13 @@ def test_char_model_follows_eager(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(out.split("loss: ")[1]) < 1e-3
 
 
-@pytest.mark.usefixtures("no_codegen")
-def test_char_model_fuses_dropout(capsys: pytest.CaptureFixture[str]) -> None:
-    char_model.main(["--steps", "1", "--tokens", "32", "--width", "32", "--dropout", "0.1"])
+@pytest.mark.codegen
+def test_char_model_draws_the_dropout_of_stock(capsys: pytest.CaptureFixture[str]) -> None:
+    char_model.main(["--steps", "3", "--tokens", "32", "--width", "32", "--dropout", "0.1"])
     out = capsys.readouterr().out
     assert "2 fused" in out
+    assert "stock torch.compile" in out
+    assert float(out.split("loss: ")[1]) < 1e-4
 
 
 @pytest.mark.usefixtures("no_codegen")
