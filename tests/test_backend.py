@@ -110,7 +110,10 @@ def test_a_pass_among_the_options_is_chained(seen: list[torch.fx.Graph]) -> None
         ({"dropuot": "any"}, r"no option 'dropuot'; did you mean 'dropout'"),
         ({"sdpa_rewrite.emiters": ()}, r"no option 'sdpa_rewrite.emiters'; did you mean 'sdpa_rewrite.emitters'"),
         ({"max_autotun": True}, r"no option 'max_autotun'; did you mean 'max_autotune'"),
-        ({"qqqqqq": 1}, r"no option 'qqqqqq'\. Options are ours \(disabled_forms, .*dropout, .*\) and Inductor's"),
+        (
+            {"qqqqqq": 1},
+            r"no option 'qqqqqq'\. Options are ours \(cost_model, .*disabled_forms, .*dropout, .*\) and Inductor's",
+        ),
         ({"dropout": "some"}, r"sdpa_rewrite\.config\.dropout must be 'exact' or 'any', not 'some'"),
         ({"max_autotune": "yes"}, r"Unexpected type of attr max_autotune, got str should be bool"),
     ],

@@ -224,7 +224,7 @@ MASK = torch.arange(17)[:, None] % 4 > torch.arange(17) % 3
 @pytest.mark.parametrize("case", CALLS)
 def test_a_call_of_sdpa_is_upgraded(case: str, training: bool) -> None:
     args = [x.requires_grad_(training) for x in tensors()]
-    assert fused_by(same_as_eager(CALLS[case], *args)) == ["fused"]
+    assert fused_by(same_as_eager(CALLS[case], *args, cost_model=False)) == ["fused"]
 
 
 def test_calls_are_left_alone_where_that_is_wanted() -> None:

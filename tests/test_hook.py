@@ -375,7 +375,7 @@ def test_the_key_covers_sources_patterns_and_templates(tmp_path: Path) -> None:
     (package / "kernels").mkdir(parents=True)
     (tmp_path / "patterns").mkdir()
     (package / "patterns").symlink_to(tmp_path / "patterns")
-    sources = ["a.py", "kernels/b.jinja", "kernels/c.h", "kernels/d.cpp", "patterns/e.py"]
+    sources = ["a.py", "kernels/b.json", "kernels/c.h", "kernels/d.cpp", "patterns/e.py"]
     for name in [*sources, "notes.txt"]:
         (package / name).write_text(name)
     found = sorted(str(path.relative_to(package)) for path in graph_pass._source_files(package))
