@@ -133,6 +133,18 @@ def test_learned_bias_and_temperature_beside_a_mask_with_a_full_row() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@torch.no_grad()
+def test_a_mask_of_few_rows_that_differ() -> None:
+    """The first row says nothing of the others: there nothing is hidden, or everything of a tile."""
+    q, k, v = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 150, 16), torch.randn(1, 2, 150, 16)
+    hidden = torch.rand(5, 150) > 0.5
+    hidden[0, :64], hidden[0, 64:128] = False, True
+    masked = ours(lambda q, k, v, hidden: (q @ k.mT).masked_fill(hidden, -INFINITY).softmax(-1) @ v)
+    torch.testing.assert_close(
+        masked(q, k, v, hidden), scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=1.0)
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_is_that_of_the_unfused_program(dtype: torch.dtype) -> None:
     q, k = (torch.randn(2, 3, 90, 16, dtype=dtype) for _ in range(2))

@@ -42,6 +42,7 @@ inline Block both(Block a, Block b) {
 // What a program says of tiles whose masks are tensors, looked up once: 1 some visible, 2 some masked.
 struct Table {
   int64_t batch = 1, heads = 1, group = 1, cells = 1, tiles = 0;
+  bool tall = false; // the rows of a cell differ
   std::unique_ptr<uint8_t[]> data;
 
   uint8_t* at(int64_t b, int64_t h, int64_t g, int64_t cell) const {
@@ -76,7 +77,7 @@ struct Table {
       Tile t{};
       t.b = n / (heads * group * cells), t.h = n / (group * cells) % heads, t.g0 = n / cells % group;
       t.i0 = n % cells * CELL;
-      t.rows = cells == 1 ? 1 : std::min(CELL, s.rows - t.i0);
+      t.rows = tall ? std::min(CELL, s.rows - t.i0) : 1;
       t.span = t.rows;
       for (int64_t tile = 0; tile < tiles; ++tile) {
         t.column = tile * TILE, t.columns = std::min(TILE, s.columns - t.column);

@@ -316,6 +316,7 @@ class Writer:
             for name, count, vary in zip(names, counts, varies, strict=True)
         )
         return f"""{sizes}
+  program.table.tall = {"true" if varies[3] else "false"};
   program.table.fill(size, threads, [&](const Tile& t, float* out) {{
     std::unique_ptr<float[]> scratch(new float[program.scratch() + 16]);
     program.visible(out, t, scratch.get());
