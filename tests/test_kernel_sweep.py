@@ -109,6 +109,8 @@ def _check(function: Function, drawn: list[Tensor]) -> None:
         error, *others = (float((x.double() - true).abs().max()) for x in (ours, *(y[k] for y in yardsticks)))
         # a gradient that is nothing but a difference of equal terms is as large as their rounding
         noise = ROUNDINGS[ours.dtype] * (float(true.abs().max()) + 1)
+        if true.numel() <= drawn[0].shape[1]:  # of one number per head: the rows' own errors do not cancel in its sum
+            noise *= 30
         assert error <= 1.5 * max(others) + noise, f"value {k}: {error:.3g}, as written and by ATen's kernel {others}"
 
 
