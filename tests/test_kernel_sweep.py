@@ -23,6 +23,8 @@ LENGTHS = (2, 5, 17, 64, 65, 129, 300)
 HEAD_SIZES = (8, 16, 40, 80, 96, 256)
 ROUNDINGS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 """Of the largest value: what may be added to half as much again as the error of the program as written."""
+CANCELLED = {torch.float32: 4e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+"""A gradient that is only a difference of equal terms is as large as their rounding: these are up to about ten."""
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ def tensors(draw: st.DrawFn, function: Function) -> list[Tensor]:
     ]
     if function is biased:
         hidden = torch.rand(batch, 1, rows, columns) > draw(st.sampled_from((0.3, 0.9)))
-        out += [torch.randn(heads, rows, columns), torch.randn(heads, 1, 1), hidden]
+        out += [torch.randn(heads, rows, columns), torch.randn(heads, 1, 1) / 5, hidden]
     return out
 
 
@@ -107,11 +109,11 @@ def _check(function: Function, drawn: list[Tensor]) -> None:
     yardsticks = [results(f, drawn) for f in (function, *((sdpa,) if function is plain else ()))]
     for k, (ours, true) in enumerate(zip(results(fused(function), drawn), exact, strict=True)):
         error, *others = (float((x.double() - true).abs().max()) for x in (ours, *(y[k] for y in yardsticks)))
-        # a gradient that is nothing but a difference of equal terms is as large as their rounding
-        noise = ROUNDINGS[ours.dtype] * (float(true.abs().max()) + 1)
+        noise = ROUNDINGS[ours.dtype] * float(true.abs().max()) + CANCELLED[ours.dtype]
         if true.numel() <= drawn[0].shape[1]:  # of one number per head: the rows' own errors do not cancel in its sum
-            noise *= 30
-        assert error <= 1.5 * max(others) + noise, f"value {k}: {error:.3g}, as written and by ATen's kernel {others}"
+            noise *= 20
+        told = f"value {k} of {[tuple(x.shape) for x in drawn]}, up to {float(true.abs().max()):.3g}"
+        assert error <= 1.5 * max(others) + noise, f"{told}: {error:.3g}, as written and by ATen's kernel {others}"
 
 
 def test_dropout_of_a_compiled_function_has_its_own_gradient() -> None:
