@@ -71,7 +71,7 @@ def instruction_set() -> str:
 
 def estimate(work: Work, kind: str) -> float | None:
     """Seconds, with the threads that torch has now; None where nothing was measured that is like it."""
-    table = _table(config.costs)
+    table = _table()
     costs = table.get(instruction_set(), next(iter(table.values())))
     own = costs.get(work.dtype, {}).get("training" if work.training else "forward", {}).get(kind)
     if own is None:
@@ -137,10 +137,16 @@ def _count(size: Any, known: Mapping[sympy.Symbol, sympy.Integer]) -> int:
 
 def key() -> tuple[Any, ...]:
     """What identifies the estimates: part of the key of Inductor's caches."""
-    return instruction_set(), torch.get_num_threads(), repr(_table(config.costs))
+    return instruction_set(), torch.get_num_threads(), repr(_table())
 
 
-@functools.cache
-def _table(path: str) -> Costs:
-    found: Costs = json.loads(Path(path or SHIPPED).read_text())
+def _table() -> Costs:
+    path = Path(config.costs or SHIPPED)
+    return _read(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: Path, written: int) -> Costs:
+    """The file as it was ``written`` last: it may be calibrated again while the process runs."""
+    found: Costs = json.loads(path.read_text())
     return found

@@ -84,14 +84,14 @@ class AttentionPass(CustomGraphPass):
         """Everything that changes what the pass makes of a graph; None, which means no caching, if unknown."""
         if not self._active():
             return "sdpa_rewrite: off"
-        # a cache may answer with a graph that calls our operators, and then no pass runs that would define them
-        from sdpa_rewrite import costs
-        from sdpa_rewrite.kernels import op  # noqa: F401
-
         options = sorted(config.save_config_portable().items())
         try:
+            # a cache may answer with a graph that calls our operators, and then no pass runs that would define them
+            from sdpa_rewrite import costs
+            from sdpa_rewrite.kernels import op  # noqa: F401
+
             parts = (_sources_digest(), torch.__version__, options, costs.key(), registered_patterns_key())
-        except Exception:  # sources that cannot be read, a file of costs that is none
+        except Exception:  # sources that cannot be read or imported, a file of costs that is none
             return None
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 

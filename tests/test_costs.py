@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import sdpa_rewrite
 from sdpa_rewrite import config, costs, graph_pass, report
 from sdpa_rewrite.bench import calibrate as calibration
 from sdpa_rewrite.bench.calibrate import Sample, check, fitted
@@ -123,6 +126,20 @@ def test_the_key_of_the_caches_changes_with_the_costs(tmp_path: Path) -> None:
     with config.patch(costs=written(tmp_path / "costs.json", stock=1.0)):
         assert graph_pass.attention_pass.uuid() not in (None, before)
     assert graph_pass.attention_pass.uuid() == before
+
+
+def test_a_file_that_is_written_again_is_read_again(tmp_path: Path) -> None:
+    path, work = tmp_path / "costs.json", Work("float32", False, 1, 1, 8, 8, 8)
+    for time, nanoseconds in ((1, 20_000.0), (2, 30_000.0)):
+        with config.patch(costs=written(path, fused=nanoseconds)):
+            os.utime(path, ns=(time, time))
+            assert costs.estimate(work, "fused") == pytest.approx(nanoseconds * 1e-9)
+
+
+def test_costs_that_cannot_be_imported_stop_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sdpa_rewrite, "costs")
+    monkeypatch.setitem(sys.modules, "sdpa_rewrite.costs", None)
+    assert graph_pass.attention_pass.uuid() is None
 
 
 @torch.no_grad()
