@@ -71,7 +71,8 @@ upgrade_calls: bool = _flag("SDPA_REWRITE_UPGRADE_CALLS", True)
 # Emitters that may take a site, the one to be asked first in front.  SDPA_REWRITE_EMITTERS, separated by commas.
 emitters: tuple[str, ...] = _names("SDPA_REWRITE_EMITTERS", ("fused", "sdpa", "flex"))
 
-# A site is fused only where that is estimated to be faster than the unfused code (on CPU; see sdpa_rewrite.costs).
+# A site is fused only where that is estimated to be no slower than what is there (on CPU, within 5 %: its memory
+# is less; see sdpa_rewrite.costs).
 # False: whatever can be fused is.  SDPA_REWRITE_COST_MODEL.
 cost_model: bool = _flag("SDPA_REWRITE_COST_MODEL", True)
 

@@ -31,7 +31,8 @@ class BackwardThread {
   int64_t depth_words, width_words; // words between packed rows
   Workspace space;
   float *query, *grad, *query_right, *grad_right, *few_query, *few_grad, *grad_query, *delta, *maximum, *inverse;
-  float *key, *key_right, *value, *packing, *tile_key, *tile_value, *scores, *raw, *probability, *slope, *left, *factor, *scratch;
+  float *key, *key_right, *value, *packing, *tile_key, *tile_value;
+  float *scores, *raw, *probability, *slope, *left, *factor, *scratch;
   float* learned;
 
  public:
