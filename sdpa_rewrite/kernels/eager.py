@@ -123,7 +123,7 @@ def backward(
     weights = probability
     if factor is not None:
         slopes, weights = slopes * factor, probability * factor
-    delta = (probability * slopes).sum(-1)  # kernels take grad . out, which is the same and costs no pass over scores
+    delta = (probability * slopes).sum(-1)  # kernels take grad . out where no learned input sums a row of slopes
     if grad_total is not None:
         delta = delta - total * grad_total
     slopes = probability * (slopes - delta[..., None])

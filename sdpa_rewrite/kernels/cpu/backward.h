@@ -144,7 +144,7 @@ class BackwardThread {
       const bool empty = call.maximum[at] == -INFINITE;
       maximum[r] = empty ? 0.0f : call.maximum[at];
       inverse[r] = empty && call.safe ? 0.0f : 1.0f / call.sum[at];
-      delta[r] = dot(call.out.at(t.b, t.h, g, i), call.grad.at(t.b, t.h, g, i));
+      delta[r] = P::sums_rows ? 0.0f : dot(call.out.at(t.b, t.h, g, i), call.grad.at(t.b, t.h, g, i));
       if (call.grad_sum) delta[r] -= call.sum[at] * call.grad_sum[at];
       if (empty ? !call.safe : call.maximum[at] <= P::floor) skipping = false;
     }
@@ -153,7 +153,40 @@ class BackwardThread {
       pack_right<DOT>(reinterpret_cast<T*>(grad), 2 * width_words, 1, t.rows, size.width, width, grad_right);
     }
     std::fill_n(grad_query, t.rows * depth, 0.0f);
+    if constexpr (P::sums_rows) settle(t, skipping);
     return skipping;
+  }
+
+  // A row's sum of probability times slope, term by term.  It is output . gradient too, but the output is rounded, and
+  // a gradient that is the sum of a row's slopes, which nearly cancel, has nothing to hide that behind.
+  void settle(const Tile& t, bool skipping) {
+    for (int64_t column = 0; column < size.columns; column += TILE) {
+      const Tile all = part(t, 0, t.rows, column, std::min(TILE, size.columns - column));
+      if (skipping && program.block(all) == Block::hidden) continue;
+      pack(all, column, all.columns);
+      for (int64_t r = 0; r < t.rows; r += STEP) {
+        const Tile some = part(all, r, std::min(STEP, t.rows - r), column, all.columns);
+        const Block kind = program.block(some);
+        if (kind == Block::hidden && skipping) continue;
+        products(some);
+        weigh(some, kind == Block::hidden ? Block::mixed : kind);
+        settle(some);
+      }
+    }
+  }
+
+  void settle(const Tile& t) {
+    const V s(MODIFIED ? 1.0f : call.scale);
+    for (int64_t r = 0; r < t.rows; ++r) {
+      const V shift(maximum[t.row + r]), share(inverse[t.row + r]);
+      V sum(0.0f);
+      for (int64_t k = r * TILE; k < r * TILE + t.wide(); k += W) {
+        V p = exponential(V::loadu(scores + k) * s - shift) * share;
+        if constexpr (P::has_factor) p = p * V::loadu(factor + k);
+        sum = at::vec::fmadd(p, V::loadu(slope + k), sum);
+      }
+      delta[t.row + r] += total(sum);
+    }
   }
 
   float dot(const TO* a, const TO* b) const {
@@ -198,10 +231,15 @@ class BackwardThread {
     multiply<false>(slope, TILE, 1, keys.data, keys.step, grad_query, depth, t.rows, depth, t.columns, nullptr, false);
   }
 
-  void step(const Tile& t, Block kind, float* grad_key, float* grad_value) {
+  // Scores, and the slopes of the weights.
+  void products(const Tile& t) {
     const float *q = query + t.row * depth_words, *o = grad + t.row * width_words;
     multiply<DOT>(q, depth_words, 1, key, TILE, scores, TILE, t.rows, t.wide(), words<DOT>(size.depth), nullptr, true);
     multiply<DOT>(o, width_words, 1, value, TILE, slope, TILE, t.rows, t.wide(), words<DOT>(size.width), nullptr, true);
+  }
+
+  void step(const Tile& t, Block kind, float* grad_key, float* grad_value) {
+    products(t);
     differentiate(t, kind);
     const int64_t r = words<DOT>(t.row), rows = words<DOT>(t.rows);
     const float* weights = transposed(probability, t.rows);
@@ -225,8 +263,8 @@ class BackwardThread {
     return left;
   }
 
-  // From scores and the slopes of the weights: probabilities, times the factor, and the slopes of the scores.
-  void differentiate(const Tile& t, Block kind) {
+  // From scores: logits and the factor.
+  void weigh(const Tile& t, Block kind) {
     if constexpr (MODIFIED) {
       each_vector(t, [&](int64_t k) {
         const V x = V::loadu(scores + k) * V(call.scale);
@@ -236,6 +274,11 @@ class BackwardThread {
     }
     logits(program, scores, t, MODIFIED ? 1.0f : call.scale, kind, scratch);
     if constexpr (P::has_factor) program.factor(factor, t, scratch);
+  }
+
+  // From scores and the slopes of the weights: probabilities, times the factor, and the slopes of the scores.
+  void differentiate(const Tile& t, Block kind) {
+    weigh(t, kind);
     soften(t);
     if constexpr (MODIFIED) {
       program.backward(raw, slope, t, kind, scratch, learned);

@@ -335,7 +335,12 @@ class Writer:
     def program(self, backward: bool) -> tuple[str, str]:
         """The struct, and code that prepares one named ``program``."""
         spec = self.spec
-        flags = {"has_score": spec.score, "has_bare": spec.bare, "has_factor": spec.factor}
+        flags = {
+            "has_score": spec.score is not None,
+            "has_bare": spec.bare is not None,
+            "has_factor": spec.factor is not None,
+            "sums_rows": any(not self._varies(spec.inputs[k], (4,)) for k in spec.learned),
+        }
         self._program(spec.score, "score", "score", "tile", 1)
         self._program(spec.bare, "bare", "bare", "tile", 1)
         self._program(spec.factor, "factor", "factor", "out", 0)
