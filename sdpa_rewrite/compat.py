@@ -195,3 +195,32 @@ def isolated_compile_options() -> dict[str, Any]:
     """Arguments for ``torch.compile`` that keep what it compiles apart from the user's compiled code (from 2.12 on)."""
     parameters = inspect.signature(torch.compile).parameters
     return {"isolate_recompiles": True} if "isolate_recompiles" in parameters else {}
+
+
+def compiling_backend() -> str:
+    """The name of the backend that Dynamo traces for, in this thread; empty where it does not, or has no name."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        backend = InstructionTranslator.current_tx().output.compiler_fn
+    except (AttributeError, IndexError):
+        return ""
+    return str(getattr(getattr(backend, "_torchdynamo_orig_backend", backend), "compiler_name", ""))
+
+
+# -- FlexAttention -------------------------------------------------------------------------------------------
+
+
+def allow_backward(flex_attention: ModuleType, allowed: Callable[[str], bool]) -> None:
+    """Keep torch from refusing operands that need a gradient on a device where that is ``allowed``.
+
+    Dynamo asks when it traces the call; the answer holds for what it compiles then.
+    """
+    refuse = flex_attention._validate_device
+    allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result
+
+    def validate_device(query: Any, key: Any, value: Any) -> None:
+        if not allowed(query.device.type):
+            refuse(query, key, value)
+
+    flex_attention._validate_device = validate_device  # type: ignore[attr-defined]

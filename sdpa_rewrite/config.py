@@ -64,7 +64,8 @@ disabled_forms: tuple[str, ...] = _names("SDPA_REWRITE_DISABLED_FORMS")
 # Patterns that are registered but shall not be used, by name.  SDPA_REWRITE_DISABLED_PATTERNS, separated by commas.
 disabled_patterns: tuple[str, ...] = _names("SDPA_REWRITE_DISABLED_PATTERNS")
 
-# Attention that is a call of ATen's CPU kernel already (F.scaled_dot_product_attention) goes to our own kernels too.
+# Attention on CPU that is a call already, of ATen's kernel (F.scaled_dot_product_attention) or of FlexAttention, goes
+# to our own kernels too; FlexAttention can be trained there only so.
 # SDPA_REWRITE_UPGRADE_CALLS.
 upgrade_calls: bool = _flag("SDPA_REWRITE_UPGRADE_CALLS", True)
 

@@ -91,4 +91,12 @@ def _install(inductor_config: ModuleType) -> None:
     compat.derive_option(inductor_config, "joint_custom_pre_pass", _with_ours)
 
 
+def _lets_flex_attention_train(device: str) -> bool:
+    """Whether a call of FlexAttention that torch refuses, since it has no backward on CPU, is going to be ours."""
+    return device == "cpu" and (is_enabled() or compat.compiling_backend() == "sdpa_rewrite")
+
+
 compat.when_imported("torch._inductor.config", _install)
+compat.when_imported(
+    "torch.nn.attention.flex_attention", lambda module: compat.allow_backward(module, _lets_flex_attention_train)
+)

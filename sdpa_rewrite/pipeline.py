@@ -16,13 +16,14 @@ from sdpa_rewrite.choose import EMITTERS, choose, in_words
 from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.costs import UNFUSED
 from sdpa_rewrite.describe import bytes_avoided, disabled, drawn_mask, form_of
+from sdpa_rewrite.flex_calls import OpenedCalls, close, open_calls
 from sdpa_rewrite.lift.ops import source_line
 from sdpa_rewrite.outcome import Form, Outcome, Reason
 from sdpa_rewrite.rewrite import Memory, Refused, rewrite
 from sdpa_rewrite.site import Miss, Site
 from sdpa_rewrite.twins import Reading, carried_over
 
-FUSED, CALL = "fused", "sdpa"
+FUSED, CALL, FLEX = "fused", "sdpa", "flex"
 ALL_BUT = 0.9  # of a pattern found, for it to be told where the engine fuses
 
 
@@ -32,12 +33,14 @@ def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
     Patterns come first.  All candidates that are left are judged on the graph as it is then, and the sites rewritten
     one by one.
     """
+    flexible = open_calls(graph) if config.upgrade_calls and FUSED in config.emitters else OpenedCalls()
     written = set(graph.nodes)
     taught = stage.apply(graph)
     order = {node: k for k, node in enumerate(graph.nodes)}
     analysis = Analysis(order)
     candidates = list(match.candidates(graph))
     verdicts = [(c, c.anchor.name, source_line(c.anchor), analysis.verdict(c)) for c in candidates]
+    calls_of = [flexible.of(c.product) for c in candidates]
     # not the calls of a pattern's replacement: its author chose them
     calls = [site for site in _calls(graph) if site.scores_node in written]
     sites = [*calls, *(verdict for *_, verdict in verdicts if isinstance(verdict, Site))]
@@ -47,16 +50,19 @@ def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
     nearly = [functools.partial(taught.nearest, c.anchor, c.product) for c in candidates]
     upgraded = [o for site in calls for o in _upgraded(graph, site, order, memory)]
     outcomes = [
-        _rewritten(graph, verdict, order, memory, name, source)
+        _rewritten(graph, verdict, order, memory, name, source, FLEX if call and not call.training else UNFUSED)
         if isinstance(verdict, Site)
         else Outcome("missed", name, source, reasons=(verdict,))
-        for _, name, source, verdict in verdicts
+        for (_, name, source, verdict), call in zip(verdicts, calls_of, strict=True)
     ]
+    fused = [call for call, outcome in zip(calls_of, outcomes, strict=True) if call and outcome.status == FUSED]
+    for call in flexible.opened:
+        close(graph, call, call in fused)
     told = (
         _with_patterns(outcome, taught.declining(c.anchor), near)
         for c, outcome, near in zip(candidates, outcomes, nearly, strict=True)
     )
-    return (*taught.outcomes, *elsewhere, *upgraded, *told)
+    return (*taught.outcomes, *elsewhere, *flexible.closed, *upgraded, *told)
 
 
 def _calls(graph: torch.fx.Graph) -> Iterator[Site]:

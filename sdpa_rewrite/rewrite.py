@@ -168,7 +168,6 @@ def trace(
     if config.verify and (found := verify.difference(site, emitter)):
         raise Refused(found)
     wanted = list(dict.fromkeys(g.role for g in gradients))
-    decompositions = _decompositions()
 
     def joint(*values: Any) -> list[Tensor]:
         tensors = dict(zip(roles, values, strict=False))
@@ -192,7 +191,7 @@ def trace(
     if mode is None:
         raise Refused("the graph has no fake tensors")
     with mode, torch.no_grad():
-        module = make_fx(joint, decompositions, tracing_mode="real")(*examples)
+        module = make_fx(joint, decompositions(), tracing_mode="real")(*examples)
     module.graph.eliminate_dead_code()  # an operator's unused outputs: a kernel may not even have them
     memory.traces[key] = module
     return Traced(module, nodes, results)
@@ -230,7 +229,8 @@ def takes_any_strides(node: Node) -> bool:
     return all(is_call(user) and opname(user) in ("sum", "mean", "amax") for user in node.users)
 
 
-def _decompositions() -> dict[Any, Any]:
+def decompositions() -> dict[Any, Any]:
+    """What Inductor takes apart while it traces."""
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())

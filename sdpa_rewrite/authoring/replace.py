@@ -119,7 +119,7 @@ def _traced(
     if mode is None:
         raise Refused("the graph has no fake tensors")
     with mode, torch.no_grad():
-        module = make_fx(joint, rewrite._decompositions(), tracing_mode="real")(*examples)
+        module = make_fx(joint, rewrite.decompositions(), tracing_mode="real")(*examples)
     module.graph.eliminate_dead_code()
     return Traced(module, nodes, [*results, *claims], len(cotangents))
 

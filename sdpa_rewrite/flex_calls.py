@@ -1,0 +1,304 @@
+"""Calls of FlexAttention on CPU, written out as the plain operators that they mean.
+
+The engine then sees an attention like any other, with its backward, which torch's own C++ kernel lacks.  What is not
+fused becomes the call again, unless it is trained: that no other code on CPU could do.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention as FORWARD
+from torch._higher_order_ops.flex_attention import flex_attention_backward as BACKWARD
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sdpa_rewrite import rewrite
+from sdpa_rewrite.emit.arrange import restrided
+from sdpa_rewrite.lift.ops import (
+    NUMBERS,
+    argument,
+    is_call,
+    is_pointwise,
+    is_tensor,
+    opname,
+    rank,
+    source_line,
+    value_of,
+)
+from sdpa_rewrite.outcome import Outcome, Reason
+from sdpa_rewrite.rewrite import Refused, Splice, Traced
+from sdpa_rewrite.site import Operand
+
+WHOLE = 1 << 20
+"""Positions of a block that is longer than any sequence: the mask of a call that was given none."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call and, in training, its backward."""
+
+    forward: Node
+    backward: Node | None
+
+    @property
+    def operands(self) -> list[Node]:
+        """Query, key and value: (batch, heads, positions, head size)."""
+        return list(self.forward.args[:3])  # type: ignore[arg-type]
+
+    @property
+    def blocks(self) -> tuple[Any, ...]:
+        """The block mask: lengths, tensors of block numbers, the two block sizes, and the mask's graph."""
+        blocks: tuple[Any, ...] = self.forward.args[4]  # type: ignore[assignment]
+        return blocks
+
+    @property
+    def scale(self) -> Any:
+        """What scores are multiplied by."""
+        return self.forward.args[5]
+
+    @property
+    def captured(self) -> list[Any]:
+        """What ``score_mod`` reads besides its arguments."""
+        return list(argument(self.forward, 7, "score_mod_other_buffers", ()))
+
+    @property
+    def masked(self) -> list[Any]:
+        """What ``mask_mod`` reads besides its arguments."""
+        return list(argument(self.forward, 8, "mask_mod_other_buffers", ()))
+
+    def cotangents(self) -> dict[int, Node]:
+        """The gradients that the backward is given, of the output and of the logsumexp."""
+        given = self.backward.args[5:7] if self.backward is not None else ()
+        return {k: n for k, n in enumerate(given) if isinstance(n, Node)}
+
+    def results(self) -> dict[int, Node]:
+        """The results that somebody reads, besides the backward."""
+        parts = {u.args[1]: u for u in self.forward.users if u.target is operator.getitem}
+        found = {k: n for k, n in parts.items() if any(user is not self.backward for user in _readers(n))}
+        return dict(sorted(found.items()))  # type: ignore[arg-type]
+
+    def parts(self) -> list[Node]:
+        """The call, its backward, and what is taken of their results."""
+        calls = [n for n in (self.forward, self.backward) if n is not None]
+        taken = [user for n in calls for user in n.users]
+        return [*calls, *taken, *self.gradients().values()]
+
+    def gradients(self) -> dict[int, Node]:
+        """The gradients that somebody reads: of query, key, value and then of what ``score_mod`` reads."""
+        found: dict[int, Node] = {}
+        for user in self.backward.users if self.backward is not None else ():
+            place: int = user.args[1]  # type: ignore[assignment]
+            if place == 3:
+                found.update({3 + part.args[1]: part for part in user.users})  # type: ignore[misc, operator]
+            else:
+                found[place] = user
+        return dict(sorted(found.items()))
+
+
+@dataclass
+class Opened:
+    """A call that is written out: its plain operators (``splice``), and which of them give its results."""
+
+    call: Call
+    splice: Splice
+    results: list[tuple[Node, Node]]
+
+    @property
+    def training(self) -> bool:
+        """Whether the call has a backward."""
+        return self.call.backward is not None
+
+    def holds(self, node: Node) -> bool:
+        """Whether ``node`` is one of the plain operators."""
+        return node in self.splice.added
+
+
+@dataclass
+class OpenedCalls:
+    """The calls of one graph that were written out, and those that could not be."""
+
+    opened: list[Opened] = field(default_factory=list)
+    closed: list[Outcome] = field(default_factory=list)
+
+    def of(self, node: Node) -> Opened | None:
+        """The call that ``node`` is a part of."""
+        return next((o for o in self.opened if o.holds(node)), None)
+
+
+def open_calls(graph: Graph) -> OpenedCalls:
+    """Write out each call in ``graph`` that is on CPU, and let everybody read the results of the plain operators."""
+    found = OpenedCalls()
+    order = {node: k for k, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.target is not FORWARD or value_of(node.args[0]).device.type != "cpu":
+            continue
+        backward = next((u for part in node.users for u in _readers(part) if u.target is BACKWARD), None)
+        call = Call(node, backward)
+        try:
+            found.opened.append(_opened(graph, call, order))
+        except Refused as refused:
+            reason = Reason(str(refused), "score", node.name, source_line(node))
+            found.closed.append(Outcome("recognised", node.name, source_line(node), reasons=(reason,)))
+    return found
+
+
+def close(graph: Graph, opened: Opened, fused: bool) -> None:
+    """Decide between a call and its plain operators: the latter stay if they were ``fused``, or are trained."""
+    keep = fused or opened.training
+    for call, plain in () if keep else opened.results:
+        plain.replace_all_uses_with(call)
+    unused = opened.call.parts() if keep else [plain for _, plain in opened.results]
+    for node in rewrite.unread(unused):
+        graph.erase_node(node)
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Who reads ``node``, aliases looked through."""
+    for user in node.users:
+        if is_call(user) and opname(user) in ("alias", "detach"):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _opened(graph: Graph, call: Call, order: dict[Node, int]) -> Opened:
+    results, gradients = call.results(), call.gradients()
+    wanted = [Operand(n, ()) for n in (*results.values(), *gradients.values())]
+    traced = _traced(call, list(results), list(gradients), wanted)
+    splice = Splice(graph)
+    try:
+        new = rewrite.insert(splice, call.forward, traced, call.forward, list(gradients.values()), order)
+        rewrite.check(new, wanted)
+        for old, plain in zip(wanted, new, strict=True):
+            splice.move_readers(old.node, plain)
+    except BaseException:
+        splice.undo()
+        raise
+    return Opened(call, splice, [(o.node, n) for o, n in zip(wanted, new, strict=True)])
+
+
+def _traced(call: Call, kept: list[int], learned: list[int], wanted: list[Operand]) -> Traced:
+    """The plain operators over what ``call`` reads: for its results ``kept``, then for the gradients ``learned``."""
+    meaning = Meaning(call)
+    roles = [*call.operands, *call.captured]
+    others = (*call.masked, *call.blocks[2:6], *call.blocks[-3:-1], call.scale)
+    read = dict.fromkeys(n for n in (*roles, *others) if isinstance(n, Node))
+    tensors = [n for n in read if is_tensor(n)]
+    cotangents = call.cotangents() if learned else {}
+    inputs = [*tensors, *cotangents.values(), *(n for n in read if not is_tensor(n))]
+    likes = [o.node.meta["val"] for o in wanted]
+
+    def joint(*values: Any) -> list[Tensor]:
+        given = dict(zip(inputs, values, strict=True))
+        for node, value in zip(tensors, values, strict=False):
+            given[node] = value  # an operand may be a cotangent too
+        slopes = values[len(tensors) : len(tensors) + len(cotangents)]
+        with torch.enable_grad():
+            leaves = [given.get(n, n) for n in roles]
+            leaves = [x.detach().requires_grad_() if k in learned else x for k, x in enumerate(leaves)]
+            outs = meaning(leaves, given)
+            sources = [leaves[k] for k in learned]
+            roots = [outs[k] for k in cotangents]
+            found = torch.autograd.grad(roots, sources, slopes, allow_unused=True) if sources else ()
+        grads = [torch.zeros_like(x) if g is None else g for g, x in zip(found, sources, strict=True)]
+        finals = [*(outs[k].detach() for k in kept), *grads]
+        return [restrided(x.to(like.dtype), like) for x, like in zip(finals, likes, strict=True)]
+
+    examples = [value_of(n) for n in inputs]
+    mode = torch._guards.detect_fake_mode(examples)
+    if mode is None:
+        raise Refused("the graph has no fake tensors")
+    with mode, torch.no_grad():
+        module = make_fx(joint, rewrite.decompositions(), tracing_mode="real")(*examples)
+    module.graph.eliminate_dead_code()
+    return Traced(module, inputs, wanted, len(cotangents))
+
+
+class Meaning:
+    """What a call of FlexAttention means, as a function of its tensors.
+
+    A block of the score matrix is visible where the block mask lists it as full, or lists it and ``mask_mod`` says so.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.score_mod = self._over_all(call.forward.args[3], 1, len(call.captured))
+        self.mask_mod = self._over_all(call.blocks[-1], 0, len(call.masked))
+
+    def _over_all(self, node: Any, scores: int, captured: int) -> Callable[..., Tensor]:
+        """The function of one position that ``node`` holds, on all positions at once."""
+        module: GraphModule = getattr(node.graph.owning_module, node.target)
+        stubborn = next((n for n in module.graph.nodes if not _broadcasts(n)), None)
+        if stubborn is None:
+            return module
+        if self.call.backward is None:
+            raise Refused(f"{opname(stubborn)} in the function of one score is not pointwise")
+        function: Callable[..., Tensor] = module
+        for axis in (3, 2, 1, 0):
+            places = [0 if k == axis else None for k in range(4)]
+            function = torch.vmap(function, (*[0] * scores, *places, *[None] * captured))
+        return lambda *args: function(
+            *args[:scores], *(x.flatten() for x in args[scores : scores + 4]), *args[scores + 4 :]
+        )
+
+    def __call__(self, leaves: Sequence[Any], given: dict[Node, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, and in units of log(2) the logsumexp and the maximum of the scores."""
+        query, key, value, *captured = leaves
+        wide = torch.promote_types(query.dtype, torch.float32)
+        key, value = (_for_each_head(x, query) for x in (key, value))
+        scores = query.to(wide) @ key.to(wide).mT * given.get(self.call.scale, self.call.scale)
+        places = [_positions(scores, k) for k in range(4)]
+        visible = self._visible(places, [given.get(n, n) for n in self.call.masked], given)
+        logits = torch.where(visible, self.score_mod(scores, *places, *captured), -math.inf).to(wide)
+        out = torch._safe_softmax(logits, -1).to(query.dtype) @ value
+        return out, logits.logsumexp(-1) / math.log(2), logits.amax(-1) / math.log(2)
+
+    def _visible(self, places: list[Tensor], masked: list[Any], given: dict[Node, Any]) -> Tensor:
+        said = self.mask_mod(*places, *masked)
+        rows, columns = (given.get(n, n) for n in self.call.blocks[-3:-1])
+        if all(isinstance(n, int) and n >= WHOLE for n in (rows, columns)):
+            return said
+        numbers, indices, full_numbers, full_indices = (given.get(n, n) for n in self.call.blocks[2:6])
+        at = places[2].flatten() // rows, places[3].flatten() // columns
+        count = (places[3].numel() + columns - 1) // columns
+        seen = _spread(numbers, indices, count, at) & said
+        return seen if full_numbers is None else seen | _spread(full_numbers, full_indices, count, at)
+
+
+def _broadcasts(node: Node) -> bool:
+    """Whether a call on single numbers does the same on tensors of them."""
+    if not is_call(node) or is_pointwise(node) or opname(node) in ("alias", "detach", "clone", "lift_fresh_copy"):
+        return True
+    if opname(node) == "index":
+        source, places = node.args[:2]
+        return None not in places and len(places) == rank(source)  # type: ignore[operator, arg-type]
+    return opname(node) in NUMBERS | {"new_ones", "new_full"} and value_of(node).dim() == 0
+
+
+def _for_each_head(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values, one for each head of the query, and for each of its batch."""
+    batch, heads, length, size = x.shape
+    group = query.shape[1] // heads
+    if group != 1:
+        x = x.unsqueeze(2).expand(batch, heads, group, length, size).reshape(batch, heads * group, length, size)
+    return x.expand(query.shape[0], -1, -1, -1)
+
+
+def _positions(scores: Tensor, axis: int) -> Tensor:
+    shape = [n if k == axis else 1 for k, n in enumerate(scores.shape)]
+    return torch.arange(scores.shape[axis], device=scores.device).reshape(shape)
+
+
+def _spread(numbers: Tensor, indices: Tensor, count: Any, at: tuple[Tensor, Tensor]) -> Tensor:
+    """Which positions lie in blocks that are listed: the first ``numbers`` of the ``indices`` of each row of blocks."""
+    used = torch.arange(indices.shape[-1], device=indices.device) < numbers.unsqueeze(-1)
+    table = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)
+    table = table.scatter(-1, torch.where(used, indices, count).long(), True)
+    return table.index_select(-2, at[0]).index_select(-1, at[1])
