@@ -20,12 +20,27 @@ def certified(candidate: Candidate, order: dict[Node, int]) -> Site:
 
 
 def analysed(candidate: Candidate, order: dict[Node, int]) -> tuple[Site, Reading]:
-    """The proved site behind ``candidate``, and what was read to find it.  Raises ``Miss``."""
+    """The proved site behind ``candidate``, and what was read to find it.  Raises ``Miss``.
+
+    A bias may be made of smaller tensors, and its gradient be read before it is summed for these: then it stays whole.
+    """
+    try:
+        return _settled(candidate, order, whole=False)
+    except Miss as miss:
+        if miss.role not in ("backward", "escape"):
+            raise
+        try:
+            return _settled(candidate, order, whole=True)
+        except Miss:
+            raise miss from None
+
+
+def _settled(candidate: Candidate, order: dict[Node, int], whole: bool) -> tuple[Site, Reading]:
     axes = Axes()
     for _ in range(RESTARTS):
         try:
             lifted = lift(candidate, axes)
-            site = site_of(lifted)
+            site = site_of(lifted, whole)
             site = _completed(site, lifted.lifter, candidate, order)
             prove.forward(site)
             return site, _reading(candidate, lifted.lifter)

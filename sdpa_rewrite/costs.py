@@ -74,8 +74,8 @@ def estimate(work: Work, kind: str) -> float | None:
     table = _table()
     costs = table.get(instruction_set(), next(iter(table.values())))
     own = costs.get(work.dtype, {}).get("training" if work.training else "forward", {}).get(kind)
-    if own is None:
-        return None
+    if own is None or (kind == UNFUSED and work.shared < work.heads):
+        return None  # keys and values repeated in memory were not measured
     calls, *rest = (c * n for c, n in zip(own, work.counts(kind != UNFUSED), strict=True))
     return (calls + sum(rest) / torch.get_num_threads()) * 1e-9
 

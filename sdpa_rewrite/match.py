@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from torch.fx import Node
 
-from sdpa_rewrite.algebra.axes import Atom, Dim, Irregular, Window, atoms_of, same_size, shape_of
+from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Irregular, Window, atoms_of, same_size, shape_of
 from sdpa_rewrite.algebra.term import Term, subterms
 from sdpa_rewrite.candidates import Candidate as Candidate
 from sdpa_rewrite.candidates import candidates as candidates
@@ -18,6 +18,14 @@ from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
 from sdpa_rewrite.lift.ops import CONTRACTIONS, is_call, opname, value_of
 from sdpa_rewrite.site import Capture, Miss, Operand, Site
 from sdpa_rewrite.softmax import Lifted, Normalised, find_softmax, names_of, node_of
+
+Plane = tuple[frozenset[Atom], frozenset[Atom]]
+"""The axes of the rows and of the columns of the scores."""
+CHEAP = 24
+"""Subterms of what a kernel computes again for each score instead of reading it."""
+SIMPLE = frozenset({"leaf", "number", "index", "add", "mul", "where", "le", "lt", "eq", "ne", "and", "or", "not"}) | {
+    *("float", "int", "bool", "maximum", "minimum")
+}
 
 
 def lift(candidate: Candidate, axes: Axes) -> Lifted:
@@ -48,8 +56,8 @@ def lift(candidate: Candidate, axes: Axes) -> Lifted:
     return Lifted(lifter, candidate, dims, columns, weights, value, result)
 
 
-def site_of(lifted: Lifted) -> Site:
-    """The roles of a lifted candidate.  Raises ``Miss``."""
+def site_of(lifted: Lifted, whole: bool = False) -> Site:
+    """The roles of a lifted candidate; with ``whole``, no captured tensor is taken apart.  Raises ``Miss``."""
     terms, columns = lifted.lifter.terms, lifted.columns
     softmax = find_softmax(lifted)
     scores = find_scores(lifted, softmax)
@@ -71,7 +79,7 @@ def site_of(lifted: Lifted) -> Site:
         "weight": terms.substitute(lifted.weights, {softmax.probability: terms.hole("probability", full)}),
     }
     sink = softmax.sink
-    captures, programs, sink = capture(lifted, programs, sink)
+    captures, programs, sink = capture(lifted, programs, sink, (frozenset(rows), frozenset(columns)), whole)
     check_captures(lifted, scores, captures)
     check_pointwise(lifted, programs, set(columns))
     check_types(lifted, scores, query, key, full)
@@ -209,9 +217,13 @@ def check_free(lifted: Lifted, scores: Term, softmax: Normalised) -> None:
 
 
 def capture(
-    lifted: Lifted, programs: dict[str, Term], sink: Term | None
+    lifted: Lifted, programs: dict[str, Term], sink: Term | None, plane: Plane, whole: bool
 ) -> tuple[tuple[Capture, ...], dict[str, Term], Term | None]:
-    """Replace the largest subterms that do not depend on a hole, and that the graph holds, by holes of their own."""
+    """Replace the largest subterms that do not depend on a hole, and that the graph holds, by holes of their own.
+
+    What is as large as the scores and made of smaller tensors is taken apart, unless it shall be ``whole``: a kernel
+    makes a position of it for less than reading it costs.
+    """
     terms, asked = lifted.lifter.terms, lifted.lifter.asked
     found: dict[Term, Capture] = {}
 
@@ -219,7 +231,9 @@ def capture(
         free = not any(t.op == "hole" for t in subterms(term))
         if free and (term.op == "number" or not _reads_tensor(term)):
             return
-        if free and term in asked and not any(isinstance(a, Window) for a in atoms_of(asked[term][1])):
+        smaller = [] if whole or not free else _smaller(term, plane)
+        taken_apart = bool(smaller) and all(t in asked for t in smaller)
+        if free and term in asked and not taken_apart and not _has_window(asked[term][1]):
             node, dims = asked[term]
             found.setdefault(term, Capture(f"capture{len(found)}", term, Operand(node, dims)))
             return
@@ -233,6 +247,25 @@ def capture(
     holes = {t: terms.hole(c.name, c.operand.axes) for t, c in found.items()}
     replaced = {name: terms.substitute(p, holes) for name, p in programs.items()}
     return tuple(found.values()), replaced, terms.substitute(sink, holes) if sink is not None else None
+
+
+def _has_window(dims: Dims) -> bool:
+    return any(isinstance(a, Window) for a in atoms_of(dims))
+
+
+def _smaller(term: Term, plane: Plane) -> list[Term]:
+    """The tensors that ``term``, which varies along rows and columns, is made of with little to compute.
+
+    Empty where one of them varies along both itself.
+    """
+
+    def square(t: Term) -> bool:
+        return all(t.axes & side for side in plane)
+
+    inner = list(subterms(term))
+    leaves = [t for t in inner if t.op == "leaf"]
+    cheap = len(inner) <= CHEAP and all(t.op in SIMPLE for t in inner)
+    return leaves if square(term) and cheap and not any(map(square, leaves)) else []
 
 
 def _reads_tensor(term: Term) -> bool:

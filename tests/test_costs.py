@@ -59,6 +59,17 @@ def test_what_is_faster_unfused_stays_and_both_estimates_are_told(tmp_path: Path
 
 
 @torch.no_grad()
+def test_repeated_keys_were_not_measured_and_are_fused(tmp_path: Path) -> None:
+    file = written(tmp_path / "costs.json", stock=20_000.0, fused=30_000.0)
+
+    def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1))
+
+    q, k, v = inputs()
+    assert outcome(grouped, q, k[:, :1], v[:, :1], costs=file).emitter == "fused"
+
+
+@torch.no_grad()
 def test_another_emitter_takes_what_it_is_faster_at(tmp_path: Path) -> None:
     file = written(tmp_path / "costs.json", stock=20_000.0, sdpa=10_000.0, fused=30_000.0)
     assert outcome(attention, *inputs(), costs=file).emitter == "sdpa"

@@ -245,3 +245,65 @@ def test_one_draw_compared_twice_is_read_as_two_masks() -> None:
         spec, _ = spec_of(program, *tensors())
     assert [x.kind for x in spec.inputs] == ["tensor", "tensor"]
     assert {x.dtype for x in spec.inputs} == {"bool"}
+
+
+# -- what is as large as the scores and made of less ---------------------------------------------------------------
+
+
+def positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+
+
+def sloped(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    """ALiBi (Press et al., 2022) with slopes that are a tensor."""
+    i, j = positions(q, k)
+    return (q @ k.mT * 0.3 + slopes[:, None, None] * (j - i)).softmax(-1) @ v
+
+
+def causal_and_padded(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
+    i, j = positions(q, k)
+    seen = (j <= i) & keys[:, None, None, :]
+    return (q @ k.mT * 0.3).masked_fill(~seen, -1e9).softmax(-1) @ v
+
+
+def of_rows_and_columns(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + (a[:, :, None] + b[:, None, :])).softmax(-1) @ v
+
+
+def twice_with_one_bias(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    bias = a[:, :, None] + b[:, None, :]
+    once = (q @ k.mT * 0.3 + bias).softmax(-1) @ v
+    return (once @ k.mT * 0.3 + bias).softmax(-1) @ v
+
+
+def read_by(function: Function, *args: Tensor) -> tuple[Spec, int]:
+    """The call, and how much of the largest tensor that its programs read is in memory."""
+    spec, node = spec_of(function, *args)
+    return spec, max(x.meta["val"].untyped_storage().nbytes() for x in node.args[3])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_bias_made_of_vectors_is_made_in_the_kernel(dynamic: bool) -> None:
+    slopes, rows, columns = torch.rand(4) / 9, torch.randn(4, 17), torch.randn(4, 17)
+    for function, biases in ((sloped, [slopes]), (of_rows_and_columns, [rows, columns])):
+        args = learned(*tensors(), *biases)
+        assert fused_by(same_as_eager(function, *args, emitters=OURS, dynamic=dynamic)) == ["fused"]
+        spec, most = read_by(function, *args)
+        assert most <= 4 * 4 * 17
+        assert len(spec.learned) == len(biases)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_a_causal_mask_beside_padding_is_a_bound_and_a_vector(training: bool) -> None:
+    args = [*tensors(), torch.arange(17) < torch.tensor([[17], [9]])]
+    args = learned(*args) if training else args
+    assert fused_by(same_as_eager(causal_and_padded, *args, emitters=OURS)) == ["fused"]
+    spec, most = read_by(causal_and_padded, *args)
+    assert spec.high is not None
+    assert spec.visible is not None
+    assert most <= 2 * 17
+
+
+def test_a_bias_whose_gradients_are_added_before_they_are_summed_stays_whole() -> None:
+    args = learned(*tensors(), torch.randn(4, 17), torch.randn(4, 17))
+    assert fused_by(same_as_eager(twice_with_one_bias, *args, emitters=OURS)) == ["fused", "fused"]

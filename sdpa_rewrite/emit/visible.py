@@ -55,7 +55,7 @@ def visibility(site: Site, score: Term, learned: frozenset[str]) -> Visibility:
     low: sympy.Basic | None = None
     high: sympy.Basic | None = None
     scanned: list[Layer] = []
-    for layer in layers:
+    for layer in (each for layer in layers for each in _apart(site.terms, layer)):
         hides = predicate(layer.hidden, site)
         band = hides.negated().bounds() if hides is not None else None
         if band is None or band == (None, None):
@@ -65,6 +65,25 @@ def visibility(site: Site, score: Term, learned: frozenset[str]) -> Visibility:
         low = band[1] if low is None else low if band[1] is None else sympy.Max(low, band[1])
     floor = max(layer.fill / 2 if math.isfinite(layer.fill) else -INFINITY for layer in layers)
     return Visibility(bare, floor, low, high, _code(site.terms, scanned))
+
+
+def _apart(terms: Terms, layer: Layer) -> list[Layer]:
+    """The masks that hide together what ``layer`` hides: a causal one, say, and one for padding."""
+    if layer.neutral is not terms.call("not", layer.hidden):
+        return [layer]
+    return [Layer(h, terms.call("not", h), layer.fill) for h in _alternatives(terms, layer.hidden)]
+
+
+def _alternatives(terms: Terms, condition: Term) -> list[Term]:
+    """Conditions of which one at least holds where ``condition`` does."""
+    inner = condition.args[0] if condition.op == "not" else condition
+    if condition.op == "or":
+        parts = condition.args
+    elif condition.op == "not" and inner.op == "and":
+        parts = tuple(terms.call("not", a) for a in inner.args)
+    else:
+        return [condition]
+    return [h for part in parts for h in _alternatives(terms, part)]
 
 
 def _code(terms: Terms, layers: list[Layer]) -> Term | None:

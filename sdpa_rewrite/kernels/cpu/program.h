@@ -71,7 +71,7 @@ struct Table {
     tiles = (s.columns + TILE - 1) / TILE;
     const int64_t all = batch * heads * group * cells;
     data.reset(new uint8_t[all * tiles]);
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(threads) if (all * tiles > 64)
     for (int64_t n = 0; n < all; ++n) {
       alignas(64) float out[CELL * TILE];
       Tile t{};
