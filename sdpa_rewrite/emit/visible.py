@@ -55,7 +55,7 @@ def visibility(site: Site, score: Term, learned: frozenset[str]) -> Visibility:
     low: sympy.Basic | None = None
     high: sympy.Basic | None = None
     scanned: list[Layer] = []
-    for layer in (each for layer in layers for each in _apart(site.terms, layer)):
+    for layer in (part for whole in layers for part in _apart(site.terms, whole)):
         hides = predicate(layer.hidden, site)
         band = hides.negated().bounds() if hides is not None else None
         if band is None or band == (None, None):
