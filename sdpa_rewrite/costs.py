@@ -31,6 +31,8 @@ UNFUSED = "stock"
 COUNTS = ("calls", "heads", "products", "scores", "operands", "draws")
 TOLERATED = 1.05
 """What is fused may be estimated to take this many times as long: it takes less memory."""
+FAR = 2_200_000
+"""Elements of keys and values of the largest samples: what is more may lie far, at costs that were not measured."""
 UNKNOWN = 1024
 """What a symbolic size is taken for where the first inputs do not tell."""
 
@@ -74,8 +76,9 @@ def estimate(work: Work, kind: str) -> float | None:
     table = _table()
     costs = table.get(instruction_set(), next(iter(table.values())))
     own = costs.get(work.dtype, {}).get("training" if work.training else "forward", {}).get(kind)
-    if own is None or (kind == UNFUSED and work.shared < work.heads):
-        return None  # keys and values repeated in memory were not measured
+    repeated = kind == UNFUSED and work.shared < work.heads  # in memory, which was not measured either
+    if own is None or repeated or work.shared * work.columns * work.depth > FAR:
+        return None
     calls, *rest = (c * n for c, n in zip(own, work.counts(kind != UNFUSED), strict=True))
     return (calls + sum(rest) / torch.get_num_threads()) * 1e-9
 

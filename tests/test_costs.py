@@ -69,6 +69,15 @@ def test_repeated_keys_were_not_measured_and_are_fused(tmp_path: Path) -> None:
     assert outcome(grouped, q, k[:, :1], v[:, :1], costs=file).emitter == "fused"
 
 
+def test_nothing_is_estimated_beyond_what_was_measured() -> None:
+    """One query and 4096 keys: far memory decides, of which the small samples know nothing."""
+    near = Work("bfloat16", False, heads=32, shared=32, rows=1, columns=256, depth=128)
+    far = Work("bfloat16", False, heads=32, shared=32, rows=1, columns=4096, depth=128)
+    kinds = ("stock", "fused", "sdpa", "flex")
+    assert all(costs.estimate(near, kind) is not None for kind in kinds)
+    assert all(costs.estimate(far, kind) is None for kind in kinds)
+
+
 @torch.no_grad()
 def test_another_emitter_takes_what_it_is_faster_at(tmp_path: Path) -> None:
     file = written(tmp_path / "costs.json", stock=20_000.0, sdpa=10_000.0, fused=30_000.0)

@@ -34,7 +34,7 @@ _patching = threading.Lock()  # classes of Inductor, which other threads may com
 
 
 def row_function(name: str, module: GraphModule, inputs: Sequence[tuple[torch.dtype, bool]]) -> str:
-    """``void name(const T0* in0, ..., float* out0, ...)`` over TILE positions.
+    """``void name(const T0* in0, ..., float* out0, ..., int64_t wide)`` over the first ``wide`` of TILE positions.
 
     ``inputs`` are the type of each input, and whether it varies along the row; else a single value is read.  Truth
     values come as floats, 0 or 1: Inductor loads masks one by one.
@@ -50,6 +50,7 @@ def row_function(name: str, module: GraphModule, inputs: Sequence[tuple[torch.dt
         body = _loops(results, names, outs, dtypes)
     arguments = [f"const {CTYPES[d]}* in{k}" for k, d in enumerate(held)]
     arguments += [f"float* out{k}" for k in range(len(outs))]
+    arguments.append("[[maybe_unused]] int64_t wide")
     return f"static inline void {name}({', '.join(arguments)})\n{{\n{body}\n}}\n"
 
 
@@ -98,5 +99,6 @@ def _loops(results: list[Any], names: list[str], outs: list[str], dtypes: dict[s
         serial = ParallelDepth(parallel_depth=0, start_depth=0)
         with patch.object(proxy.loop_nest, "max_parallel_depth", lambda: serial):
             group.finalize_kernel(proxy, [])
+    code = re.sub(rf"x0\s*<\s*static_cast<int64_t>\({TILE}L\)", "x0 < wide", group.loops_code.getvalue())
     # ours is several times as fast as the vector library's, which is what a soft-cap spends its time on
-    return re.sub(r"\b(\w+)\.tanh\(\)", r"sdpa_rewrite::hyperbolic_tangent(\1)", group.loops_code.getvalue())
+    return re.sub(r"\b(\w+)\.tanh\(\)", r"sdpa_rewrite::hyperbolic_tangent(\1)", code)

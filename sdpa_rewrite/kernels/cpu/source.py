@@ -176,7 +176,7 @@ class Writer:
         else:
             good = "step != 0" if what.kind == "tensor" else "step == 1"
             body = f"      const int64_t step = {step};\n      if ({good}) {fast};\n      else {loop}"
-        return f"{body}\n      for (int64_t c = t.columns; c < width; ++c) to[c] = 0;"
+        return f"{body}\n      for (int64_t c = t.columns; c < t.wide(); ++c) to[c] = 0;"
 
     def _arguments(self, part: Part) -> tuple[str, list[str]]:
         """Code that lays out the inputs of a program, and the pointers for row r."""
@@ -203,7 +203,7 @@ class Writer:
             return
         function = self._function(part, name, scores)
         lines, pointers = self._arguments(part)
-        given = [f"{target} + r * TILE"] * scores + pointers + [f"{target} + r * TILE"]
+        given = [f"{target} + r * TILE"] * scores + pointers + [f"{target} + r * TILE", "t.wide()"]
         self.members.append(f"""
   void {method}(float* {target}, const Tile& t, [[maybe_unused]] float* scratch) const {{
 {lines}
@@ -224,7 +224,7 @@ class Writer:
                 lines += f"\n    float* gradient_{k} = scratch + {self._scratch};"
                 self._scratch += STEP * TILE
             given = ["raw + r * TILE", "slope + r * TILE", *pointers, "slope + r * TILE"]
-            given += [f"{tile} + r * TILE" for tile in tiles]
+            given += [*(f"{tile} + r * TILE" for tile in tiles), "t.wide()"]
             sums = "\n".join(f"    collect_{k}(gradient_{k}, t, learned);" for k in part.learned)
             branches.append(f"""    if (kind == Block::{kind}) {{
 {lines}
