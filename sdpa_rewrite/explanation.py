@@ -69,6 +69,7 @@ def _backend() -> Callable[..., Any]:
     def explaining(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         return compile_with(gm, example_inputs, {}, {}, run_in_eager)
 
+    explaining.__name__ = "sdpa_rewrite"  # what is allowed while Dynamo traces for the backend is allowed here
     return explaining
 
 

@@ -151,7 +151,8 @@ def open_calls(graph: Graph) -> OpenedCalls:
 
 def close(graph: Graph, opened: Opened, fused: bool) -> None:
     """Decide between a call and its plain operators: the latter stay if they were ``fused``, or are trained."""
-    keep = fused or opened.training
+    replaced = not {plain for _, plain in opened.results} <= set(graph.nodes)  # by a pattern's author
+    keep = fused or replaced or opened.training
     for call, plain in () if keep else opened.results:
         plain.replace_all_uses_with(call)
     unused = opened.call.parts() if keep else [plain for _, plain in opened.results]
@@ -256,15 +257,17 @@ class Meaning:
         scores = query.to(wide) @ key.to(wide).mT * given.get(self.call.scale, self.call.scale)
         places = [_positions(scores, k) for k in range(4)]
         visible = self._visible(places, [given.get(n, n) for n in self.call.masked], given)
-        logits = torch.where(visible, self.score_mod(scores, *places, *captured), -math.inf).to(wide)
+        logits = self.score_mod(scores, *places, *captured).to(wide)
+        logits = logits if visible is None else torch.where(visible, logits, -math.inf)
         out = torch._safe_softmax(logits, -1).to(query.dtype) @ value
         return out, logits.logsumexp(-1) / math.log(2), logits.amax(-1) / math.log(2)
 
-    def _visible(self, places: list[Tensor], masked: list[Any], given: dict[Node, Any]) -> Tensor:
+    def _visible(self, places: list[Tensor], masked: list[Any], given: dict[Node, Any]) -> Tensor | None:
+        """Where a position may be seen; None where all are."""
         said = self.mask_mod(*places, *masked)
         rows, columns = (given.get(n, n) for n in self.call.blocks[-3:-1])
         if all(isinstance(n, int) and n >= WHOLE for n in (rows, columns)):
-            return said
+            return None if _is_true(self.call.blocks[-1]) else said
         numbers, indices, full_numbers, full_indices = (given.get(n, n) for n in self.call.blocks[2:6])
         at = places[2].flatten() // rows, places[3].flatten() // columns
         count = (places[3].numel() + columns - 1) // columns
@@ -280,6 +283,13 @@ def _broadcasts(node: Node) -> bool:
         source, places = node.args[:2]
         return None not in places and len(places) == rank(source)  # type: ignore[operator, arg-type]
     return opname(node) in NUMBERS | {"new_ones", "new_full"} and value_of(node).dim() == 0
+
+
+def _is_true(mask_mod: Node) -> bool:
+    """Whether a graph returns nothing but true: the mask of a call that was given none."""
+    module: GraphModule = getattr(mask_mod.graph.owning_module, str(mask_mod.target))
+    (returned,) = next(n for n in module.graph.nodes if n.op == "output").all_input_nodes
+    return opname(returned) in ("ones", "new_ones") or (opname(returned) == "full" and returned.args[1] is True)
 
 
 def _for_each_head(x: Tensor, query: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from tests.harness import compiled
 
 N, HEADS = 150, 4
 Reference = Callable[..., Tensor]
+Q, K, V = Annotated[Tensor, "b h i d"], Annotated[Tensor, "b h j d"], Annotated[Tensor, "b h j e"]
 OPTIONS: dict[str, Any] = {"emitters": ("fused",), "cost_model": False}
 
 
@@ -237,6 +238,35 @@ def test_torch_still_refuses_elsewhere() -> None:
         torch.compile(form.call, backend="eager")(*tensors(form))
     with sdpa_rewrite.enabled():
         torch.compile(form.call, backend="eager")(*tensors(form))
+
+
+def test_explain_tells_of_a_trained_call() -> None:
+    form = FORMS["learned slopes"]
+    told = sdpa_rewrite.explain(form.call, *tensors(form))
+    assert [(o.status, o.training) for o in told.sites] == [("fused", True)]
+    assert "flex_attention(q, k, v" in told.sites[0].source
+
+
+def test_what_a_pattern_replaces_is_no_call_any_more() -> None:
+    """The pattern rewrites the plain operators before the engine sees them."""
+    form = FORMS["causal blocks"]
+
+    @sdpa_rewrite.pattern(name="any attention", register=False)
+    def attention(q: Q, k: K, v: V, seen: Annotated[Tensor, "i j", torch.bool]) -> Tensor:
+        return torch._safe_softmax(torch.where(seen, q @ k.mT * 0.25, -math.inf), -1) @ v
+
+    @attention.replace
+    def simply(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=0.25)
+
+    graphs: list[torch.fx.GraphModule] = []
+    args = tensors(form, training=False)
+    args = [args[0], *(x.repeat_interleave(2, 1) for x in args[1:3]), args[3]]
+    with torch.no_grad(), sdpa_rewrite.patterns.scope(attention), report.collect() as collected:
+        ours = evaluated(compiled(form.call, keep=graphs, **OPTIONS), args)
+    assert collected.sites[0].emitter == "pattern any attention"
+    assert "flex" not in operators(graphs)
+    close(ours, evaluated(form.reference, args, wide=True), 1e-5)
 
 
 @pytest.mark.codegen
