@@ -6,6 +6,7 @@ from torch.fx import Node
 
 from sdpa_rewrite import adjoint, prove
 from sdpa_rewrite.algebra.axes import Irregular, Refine
+from sdpa_rewrite.algebra.term import Term
 from sdpa_rewrite.lift.lifter import Axes, Lifter
 from sdpa_rewrite.match import Candidate, lift, site_of
 from sdpa_rewrite.site import Miss, Site
@@ -24,23 +25,24 @@ def analysed(candidate: Candidate, order: dict[Node, int]) -> tuple[Site, Readin
 
     A bias may be made of smaller tensors, and its gradient be read before it is summed for these: then it stays whole.
     """
+    apart: list[Term] = []
     try:
-        return _settled(candidate, order, whole=False)
+        return _settled(candidate, order, apart)
     except Miss as miss:
-        if miss.role not in ("backward", "escape"):
+        if not apart or miss.role not in ("backward", "escape"):
             raise
         try:
-            return _settled(candidate, order, whole=True)
+            return _settled(candidate, order, None)
         except Miss:
             raise miss from None
 
 
-def _settled(candidate: Candidate, order: dict[Node, int], whole: bool) -> tuple[Site, Reading]:
+def _settled(candidate: Candidate, order: dict[Node, int], apart: list[Term] | None) -> tuple[Site, Reading]:
     axes = Axes()
     for _ in range(RESTARTS):
         try:
             lifted = lift(candidate, axes)
-            site = site_of(lifted, whole)
+            site = site_of(lifted, apart)
             site = _completed(site, lifted.lifter, candidate, order)
             prove.forward(site)
             return site, _reading(candidate, lifted.lifter)

@@ -56,8 +56,11 @@ def lift(candidate: Candidate, axes: Axes) -> Lifted:
     return Lifted(lifter, candidate, dims, columns, weights, value, result)
 
 
-def site_of(lifted: Lifted, whole: bool = False) -> Site:
-    """The roles of a lifted candidate; with ``whole``, no captured tensor is taken apart.  Raises ``Miss``."""
+def site_of(lifted: Lifted, apart: list[Term] | None = None) -> Site:
+    """The roles of a lifted candidate; ``apart`` gets the captures that are taken apart.  Raises ``Miss``.
+
+    Without such a list, none is.
+    """
     terms, columns = lifted.lifter.terms, lifted.columns
     softmax = find_softmax(lifted)
     scores = find_scores(lifted, softmax)
@@ -79,7 +82,7 @@ def site_of(lifted: Lifted, whole: bool = False) -> Site:
         "weight": terms.substitute(lifted.weights, {softmax.probability: terms.hole("probability", full)}),
     }
     sink = softmax.sink
-    captures, programs, sink = capture(lifted, programs, sink, (frozenset(rows), frozenset(columns)), whole)
+    captures, programs, sink = capture(lifted, programs, sink, (frozenset(rows), frozenset(columns)), apart)
     check_captures(lifted, scores, captures)
     check_pointwise(lifted, programs, set(columns))
     check_types(lifted, scores, query, key, full)
@@ -217,12 +220,12 @@ def check_free(lifted: Lifted, scores: Term, softmax: Normalised) -> None:
 
 
 def capture(
-    lifted: Lifted, programs: dict[str, Term], sink: Term | None, plane: Plane, whole: bool
+    lifted: Lifted, programs: dict[str, Term], sink: Term | None, plane: Plane, apart: list[Term] | None
 ) -> tuple[tuple[Capture, ...], dict[str, Term], Term | None]:
     """Replace the largest subterms that do not depend on a hole, and that the graph holds, by holes of their own.
 
-    What is as large as the scores and made of smaller tensors is taken apart, unless it shall be ``whole``: a kernel
-    makes a position of it for less than reading it costs.
+    What is as large as the scores and made of smaller tensors is taken ``apart``: a kernel makes a position of it for
+    less than reading it costs.
     """
     terms, asked = lifted.lifter.terms, lifted.lifter.asked
     found: dict[Term, Capture] = {}
@@ -231,9 +234,10 @@ def capture(
         free = not any(t.op == "hole" for t in subterms(term))
         if free and (term.op == "number" or not _reads_tensor(term)):
             return
-        smaller = [] if whole or not free else _smaller(term, plane)
-        taken_apart = bool(smaller) and all(t in asked for t in smaller)
-        if free and term in asked and not taken_apart and not _has_window(asked[term][1]):
+        smaller = _smaller(term, plane) if free and apart is not None else []
+        if apart is not None and smaller and all(t in asked for t in smaller):
+            apart.append(term)
+        elif free and term in asked and not _has_window(asked[term][1]):
             node, dims = asked[term]
             found.setdefault(term, Capture(f"capture{len(found)}", term, Operand(node, dims)))
             return
