@@ -269,10 +269,11 @@ class Meaning:
         if all(isinstance(n, int) and n >= WHOLE for n in (rows, columns)):
             return None if _is_true(self.call.blocks[-1]) else said
         numbers, indices, full_numbers, full_indices = (given.get(n, n) for n in self.call.blocks[2:6])
-        at = places[2].flatten() // rows, places[3].flatten() // columns
-        count = (places[3].numel() + columns - 1) // columns
-        seen = _spread(numbers, indices, count, at) & said
-        return seen if full_numbers is None else seen | _spread(full_numbers, full_indices, count, at)
+        over = _Blocks(places[2].flatten(), places[3].flatten(), rows, columns)
+        if self.call.backward is None and not over.fit:
+            raise Refused("blocks that do not divide the lengths would become a mask as large as the scores")
+        seen = over.listed(numbers, indices) & said
+        return seen if full_numbers is None else seen | over.listed(full_numbers, full_indices)
 
 
 def _broadcasts(node: Node) -> bool:
@@ -306,9 +307,30 @@ def _positions(scores: Tensor, axis: int) -> Tensor:
     return torch.arange(scores.shape[axis], device=scores.device).reshape(shape)
 
 
-def _spread(numbers: Tensor, indices: Tensor, count: Any, at: tuple[Tensor, Tensor]) -> Tensor:
-    """Which positions lie in blocks that are listed: the first ``numbers`` of the ``indices`` of each row of blocks."""
-    used = torch.arange(indices.shape[-1], device=indices.device) < numbers.unsqueeze(-1)
-    table = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)
-    table = table.scatter(-1, torch.where(used, indices, count).long(), True)
-    return table.index_select(-2, at[0]).index_select(-1, at[1])
+@dataclass(frozen=True)
+class _Blocks:
+    """Rows and columns, cut into blocks of so many."""
+
+    rows: Tensor
+    columns: Tensor
+    height: Any
+    width: Any
+
+    def listed(self, numbers: Tensor, indices: Tensor) -> Tensor:
+        """Which positions lie in listed blocks: the first ``numbers`` of the ``indices`` of each row of blocks."""
+        count = (self.columns.numel() + self.width - 1) // self.width
+        used = torch.arange(indices.shape[-1], device=indices.device) < numbers.unsqueeze(-1)
+        table = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)
+        table = table.scatter(-1, torch.where(used, indices, count).long(), True)[..., :count]
+        if not self.fit:
+            return table.index_select(-2, self.rows // self.height).index_select(-1, self.columns // self.width)
+        wide = table[..., :, None, :, None].expand(*table.shape[:-1], self.height, count, self.width)
+        return wide.reshape(*table.shape[:-2], self.rows.numel(), self.columns.numel())
+
+    @property
+    def fit(self) -> bool:
+        """Whether all blocks are whole, so that a table of blocks is a broadcast one of positions."""
+        sizes = (self.rows.numel(), self.columns.numel(), self.height, self.width)
+        if not all(isinstance(n, int) for n in sizes):
+            return False
+        return bool(sizes[0] % sizes[2] == 0 and sizes[1] % sizes[3] == 0)

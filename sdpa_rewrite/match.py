@@ -258,13 +258,13 @@ def _has_window(dims: Dims) -> bool:
 
 
 def _smaller(term: Term, plane: Plane) -> list[Term]:
-    """The tensors that ``term``, which varies along rows and columns, is made of with little to compute.
+    """The tensors that ``term``, which varies along all rows and columns, is made of with little to compute.
 
-    Empty where one of them varies along both itself.
+    Empty where one of them does so itself.
     """
 
     def square(t: Term) -> bool:
-        return all(t.axes & side for side in plane)
+        return all(side and side <= t.axes for side in plane)
 
     inner = list(subterms(term))
     leaves = [t for t in inner if t.op == "leaf"]

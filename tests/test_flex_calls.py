@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import sdpa_rewrite
 from sdpa_rewrite import report
 from tests.harness import compiled
 
-N, HEADS = 150, 4
+N, HEADS = 192, 4
 Reference = Callable[..., Tensor]
 Q, K, V = Annotated[Tensor, "b h i d"], Annotated[Tensor, "b h j d"], Annotated[Tensor, "b h j e"]
 OPTIONS: dict[str, Any] = {"emitters": ("fused",), "cost_model": False}
@@ -171,6 +172,31 @@ def test_inference_is_fused_and_right(name: str) -> None:
         close(ours, evaluated(form.reference, args, wide=True), 1e-5)
     assert [o.status for o in collected.sites] == ["fused"]
     assert "flex" not in operators(graphs)
+
+
+def test_blocks_that_do_not_divide_the_lengths_are_trained_only() -> None:
+    """They become a mask as large as the scores, which torch's own kernel does without."""
+    form = dataclasses.replace(FORMS["documents"], block_mask=blocks_of(document, 80))
+    args = tensors(form)
+    with sdpa_rewrite.enabled(), report.collect() as collected:
+        ours = evaluated(compiled(form.call, **OPTIONS), args)
+    assert [o.status for o in collected.sites] == ["fused"]
+    close(ours, evaluated(form.reference, args, wide=True), 1e-5)
+    graphs: list[torch.fx.GraphModule] = []
+    with torch.no_grad(), report.collect() as collected:
+        compiled(form.call, keep=graphs, **OPTIONS)(*(x.detach() for x in args))
+    assert "do not divide the lengths" in str(collected.sites[0].reasons[0])
+    assert "flex_attention" in operators(graphs)
+
+
+@torch.no_grad()
+def test_blocks_cost_a_table_of_blocks() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+    for name in ("causal blocks", "documents", "full blocks beside a mask"):
+        torch._dynamo.reset()
+        compiled(FORMS[name].call, keep=graphs, **OPTIONS)(*tensors(FORMS[name], training=False))
+    made = [n.meta["val"] for g in graphs for n in g.graph.nodes if n.op == "call_function"]
+    assert max(x.untyped_storage().nbytes() for x in made if isinstance(x, Tensor)) <= 4 * 2 * HEADS * N * 24
 
 
 def test_what_is_not_fused_stays_a_call_in_inference() -> None:

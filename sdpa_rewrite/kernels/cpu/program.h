@@ -65,24 +65,28 @@ struct Table {
     return hidden ? Block::hidden : masked ? Block::mixed : Block::bare;
   }
 
-  // `code(tile, out)` writes for each position of a tile 0: hidden, 1: masked somehow, 2: not masked.
-  template <class Code>
-  void fill(const Sizes& s, int threads, const Code& code) {
+  // `visible` writes for each position of a tile 0: hidden, 1: masked somehow, 2: not masked.
+  template <class Program>
+  void fill(const Sizes& s, int threads, const Program& program) {
     tiles = (s.columns + TILE - 1) / TILE;
     const int64_t all = batch * heads * group * cells;
     data.reset(new uint8_t[all * tiles]);
-#pragma omp parallel for num_threads(threads) if (all * tiles > 64)
-    for (int64_t n = 0; n < all; ++n) {
+#pragma omp parallel num_threads(threads) if (all * tiles > 64)
+    {
       alignas(64) float out[CELL * TILE];
-      Tile t{};
-      t.b = n / (heads * group * cells), t.h = n / (group * cells) % heads, t.g0 = n / cells % group;
-      t.i0 = n % cells * CELL;
-      t.rows = tall ? std::min(CELL, s.rows - t.i0) : 1;
-      t.span = t.rows;
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        t.column = tile * TILE, t.columns = std::min(TILE, s.columns - t.column);
-        code(t, out);
-        data[n * tiles + tile] = summary(out, t);
+      std::unique_ptr<float[]> scratch(new float[program.scratch() + 16]);
+#pragma omp for
+      for (int64_t n = 0; n < all; ++n) {
+        Tile t{};
+        t.b = n / (heads * group * cells), t.h = n / (group * cells) % heads, t.g0 = n / cells % group;
+        t.i0 = n % cells * CELL;
+        t.rows = tall ? std::min(CELL, s.rows - t.i0) : 1;
+        t.span = t.rows;
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+          t.column = tile * TILE, t.columns = std::min(TILE, s.columns - t.column);
+          program.visible(out, t, scratch.get());
+          data[n * tiles + tile] = summary(out, t);
+        }
       }
     }
   }

@@ -104,6 +104,12 @@ class Writer:
     def _varies(self, what: Input, groups: Sequence[int]) -> bool:
         return any(self.spec.group_of(k) in groups for k in what.axes)
 
+    def _is_flat(self, what: Input) -> bool:
+        """Whether an input, which varies along the columns, is the same for all columns of a tile."""
+        *_, last = self.spec.axes_of(4)
+        size = self.axes[last]
+        return last not in what.axes and isinstance(size, (int, sympy.Integer)) and size % TILE == 0
+
     def _column_stride(self, axes: Sequence[int], strides: Sequence[Any]) -> str:
         """Between neighbouring columns; 0 where that is no one number."""
         columns = list(self.spec.axes_of(4))
@@ -169,6 +175,8 @@ class Writer:
             fast = f"copy({source} + row + column_{input}(t.column), step, to, t.columns)"
         if not wide:
             return f"      *to = {one[what.kind].format(0)};"
+        if self._is_flat(what):
+            return f"      std::fill_n(to, t.wide(), {one[what.kind].format(f'column_{input}(t.column)')});"
         each = one[what.kind].format(f"column_{input}(t.column + c)")
         loop = f"for (int64_t c = 0; c < t.columns; ++c) to[c] = {each};"
         if what.kind == "index":
@@ -317,10 +325,7 @@ class Writer:
         )
         return f"""{sizes}
   program.table.tall = {"true" if varies[3] else "false"};
-  program.table.fill(size, threads, [&](const Tile& t, float* out) {{
-    std::unique_ptr<float[]> scratch(new float[program.scratch() + 16]);
-    program.visible(out, t, scratch.get());
-  }});
+  program.table.fill(size, threads, program);
 """
 
     @staticmethod
