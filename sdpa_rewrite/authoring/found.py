@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import sympy
 from torch.fx import Node
@@ -16,8 +16,7 @@ from sdpa_rewrite.algebra.term import Term
 Number = Any  # bool, int, float or sympy.Expr
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A term of the pattern and the term of the graph that is compared with it, each with its nodes."""
 
     expected: Term
@@ -26,8 +25,7 @@ class Place:
     there: tuple[Node, ...]
 
 
-@dataclass(frozen=True)
-class Summed:
+class Summed(NamedTuple):
     """Axes that are summed (or normalised) over, and where."""
 
     mine: frozenset[Atom]
@@ -35,8 +33,7 @@ class Summed:
     place: Place
 
 
-@dataclass(frozen=True)
-class Equal:
+class Equal(NamedTuple):
     """Two numbers that must be equal, and where they stand."""
 
     mine: Number
@@ -44,8 +41,7 @@ class Equal:
     place: Place
 
 
-@dataclass(frozen=True)
-class Related:
+class Related(NamedTuple):
     """Two values of positions that must be equal (opposite, if ``negated``), and where they stand."""
 
     mine: Term
@@ -54,8 +50,7 @@ class Related:
     place: Place
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What is known so far: pairs of a leaf of the pattern and what it stands for, of reductions, of indices.
 
     ``numbers``: those that must be equal once the sizes of the pattern's axes are known; ``relations``: values of
@@ -63,12 +58,12 @@ class Found:
     """
 
     leaves: tuple[tuple[Term, Term], ...] = ()
-    scalars: Mapping[str, Term] = field(default_factory=dict)
+    scalars: Mapping[str, Term] = MappingProxyType({})
     bound: tuple[Summed, ...] = ()
     indices: tuple[tuple[Dim, Dim], ...] = ()
     numbers: tuple[Equal, ...] = ()
     relations: tuple[Related, ...] = ()
-    programs: Mapping[str, tuple[Term, Term]] = field(default_factory=dict)  # name -> (what it is of, its value)
+    programs: Mapping[str, tuple[Term, Term]] = MappingProxyType({})  # name -> (what it is of, its value)
     operators: int = 0
 
     @property
@@ -78,11 +73,10 @@ class Found:
 
     def another(self, **changes: Any) -> Found:
         """With one more operator."""
-        return replace(self, operators=self.operators + 1, **changes)
+        return self._replace(operators=self.operators + 1, **changes)
 
 
-@dataclass(frozen=True)
-class Obstacle:
+class Obstacle(NamedTuple):
     """Where a match ended: how much of the pattern had been found, and why it did not go on.
 
     ``unread``: it is another operator, and nobody has looked at what it reads.
@@ -103,7 +97,7 @@ def may_equal(a: Number, b: Number) -> bool:
     """Whether two numbers are equal but for rounding; where one has symbols, it may be."""
     if isinstance(a, bool) or isinstance(b, bool):
         return bool(a == b)
-    if any(isinstance(x, sympy.Basic) and x.free_symbols for x in (a, b)):
+    if (isinstance(a, sympy.Basic) and a.free_symbols) or (isinstance(b, sympy.Basic) and b.free_symbols):
         return True
     x, y = float(a), float(b)
     return x == y or math.isclose(x, y, rel_tol=1e-5)

@@ -21,9 +21,10 @@ from sdpa_rewrite.authoring.pattern import Pattern
 from sdpa_rewrite.authoring.trace import traced
 from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
-from sdpa_rewrite.lift.ops import CASTS, CONTRACTIONS, LAYOUT, is_call, opname, source_line, value_of
+from sdpa_rewrite.lift.ops import CASTS, CONTRACTIONS, LAYOUT, is_call, is_tensor, opname, source_line, value_of
 
 RESTARTS = 32
+HIDDEN = frozenset({"product", "sum", "program"})  # kinds that another spelling may not show
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,16 @@ class LiftedPattern:
         """The line of the pattern that made ``node``, or that reads it, if it is a parameter."""
         made = node if is_call(node) else next(iter(node.users))
         return source_line(made)
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """The kind of the first result."""
+        return kind_of(head(self.results[0]))
+
+    @functools.cached_property
+    def needed(self) -> frozenset[str]:
+        """Kinds of operators that are to be seen below a result, in whatever spelling."""
+        return kinds_below(head(self.results[0])) - HIDDEN
 
     def placeholder(self, name: str) -> Node:
         """The node of a parameter."""
@@ -106,9 +117,9 @@ def _lifted(
     name: str, graph: Graph, results: Sequence[Node]
 ) -> tuple[Opener, Lifter, tuple[Term, ...], tuple[Term, ...], tuple[Dims, ...]]:
     """The results as roots to open, as whole terms, and their dimensions."""
-    axes = Axes()
+    opener = Opener(Axes())
     for _ in range(RESTARTS):
-        opener, whole = Opener(axes), Lifter(axes, {n for n in graph.nodes if is_call(n)})
+        axes, whole = opener.axes, Lifter(opener.axes, {n for n in graph.nodes if is_call(n)})
         whole.terms = opener.terms
         try:
             dims = tuple(dims_of(axes, r) for r in results)
@@ -118,11 +129,9 @@ def _lifted(
             whole.hints.update(opener.hints)
             terms = tuple(whole.request(r, d) for r, d in zip(results, dims, strict=True))
             return opener, whole, roots, terms, dims
-        except Again:
-            continue
-        except Refine as refine:
+        except (Again, Refine) as found:
             try:
-                axes.split(refine)
+                opener = found.opener if isinstance(found, Again) else opener.after(found)
             except Irregular as error:
                 raise PatternError(f"{name}: it cannot be written in named axes: {error}") from error
         except (Irregular, CannotWindow) as error:
@@ -173,6 +182,23 @@ def kind_of(node: Node) -> str:
     if name in ("add", "sub", "rsub"):
         return "sum"
     return "softmax" if "softmax" in name else name
+
+
+def kinds_below(node: Node, depth: int = 3) -> frozenset[str]:
+    """The kinds of what an operator reads, products and sums looked through.
+
+    A softmax is of the kind of what it may be spelled with; behind a long product there may be one.
+    """
+    found: set[str] = set()
+    for source in node.all_input_nodes:
+        below = head(source)
+        if not is_call(below) or not is_tensor(below):
+            continue
+        kind = kind_of(below)
+        found.add("exp" if kind == "softmax" else kind)
+        if kind in ("product", "sum"):
+            found |= kinds_below(below, depth - 1) if depth else {"exp"} if kind == "product" else set()
+    return frozenset(found)
 
 
 @functools.lru_cache(maxsize=512)

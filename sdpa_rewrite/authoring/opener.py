@@ -1,20 +1,22 @@
 """A graph read lazily: one operator at a time, as far as a pattern asks.
 
 The graph and the pattern's own trace are both read by this, so that what one spelling becomes, the other does too.
+All the patterns that are asked at a place share an opener, so that each operator there is read once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import Node
 
-from sdpa_rewrite.algebra.axes import Atom, Dims, Irregular, Refine, Window, atoms_of, same_size, shape_of
+from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Irregular, Refine, Window, atoms_of, same_size, shape_of
 from sdpa_rewrite.algebra.term import Term, subterms
+from sdpa_rewrite.authoring.relation import of_positions
 from sdpa_rewrite.lift.layout import pull
-from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
+from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter, align_all
 from sdpa_rewrite.lift.ops import (
     CASTS,
     LAYOUT,
@@ -37,7 +39,11 @@ class Everything(set[Node]):
 
 
 class Again(Exception):
-    """An axis was split: what was read so far has to be read again."""
+    """An axis has to be split: what was read so far has to be read again, by ``opener``."""
+
+    def __init__(self, opener: Opener) -> None:
+        super().__init__()
+        self.opener = opener
 
 
 @dataclass(frozen=True)
@@ -49,16 +55,92 @@ class Softmax:
     safe: bool
 
 
+@dataclass(frozen=True, eq=False)
+class Looked:
+    """What was looked at so far: the nodes that were opened, the axes that each tensor was read along first, the axes
+    that reductions share with what they are beside, and the questions whose answers all of this is from."""
+
+    nodes: dict[Node, None] = field(default_factory=dict)
+    read: dict[Node, Dims] = field(default_factory=dict)
+    hints: dict[Any, Dim] = field(default_factory=dict)
+    answers: set[Answer] = field(default_factory=set)
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The answer to a question about a term (``Again``, if that is what it is), and what was looked at for it."""
+
+    value: Any
+    looked: Looked
+
+
 class Opener(Lifter):
-    """Opens terms of one graph.  What an operator reads stays closed until it is asked for."""
+    """Opens terms of one graph.  What an operator reads stays closed until it is asked for.
+
+    A question is answered once, whoever asks; what an attempt has looked at is what its own questions look at, so that
+    no pattern sees what another one asked.  The axes stay as they are: where one has to be split, ``Again`` has another
+    opener, the same for all who come to that split.
+    """
 
     def __init__(self, axes: Axes) -> None:
         super().__init__(axes, Everything())
-        self._numbers = Lifter(axes, set())
-        self._numbers.terms = self.terms
-        self._opened: dict[Term, Term] = {}
-        self._softmaxes: dict[Term, Softmax | None] = {}
+        self._answers: dict[tuple[Any, Term], Answer] = {}
         self._inside: dict[Term, dict[Node, None]] = {}
+        self._split: dict[tuple[Atom, Any, Any], Opener] = {}
+        self._listen(Looked())
+
+    def afresh(self) -> Opener:
+        """The same opener for another attempt, which has looked at nothing yet."""
+        self._listen(Looked())
+        return self
+
+    def after(self, refine: Refine) -> Opener:
+        """The opener with an axis split.  Raises ``Irregular``."""
+        key = refine.atom, refine.outer, refine.inner
+        if key not in self._split:
+            self._split[key] = Opener(self.axes.after(refine))
+        return self._split[key].afresh()
+
+    def _listen(self, looked: Looked) -> None:
+        self._looked, self._seen, self.hints = looked, looked.read, looked.hints
+
+    def once(self, what: Any, term: Term, answer: Callable[[Term], Any], unread: Any) -> Any:
+        """``answer(term)`` to the question ``what``; ``unread`` where it does not fit what was read before.
+
+        Raises ``Again``.
+        """
+        known = self._answers.get((what, term))
+        if known is None:
+            known = self._answers[what, term] = self._answered(answer, term)
+        if isinstance(known.value, Again):
+            raise Again(known.value.opener.afresh())
+        if known not in self._looked.answers:
+            try:
+                self._look(known)
+            except Irregular:
+                return unread
+            except Refine as refine:
+                raise Again(self.after(refine)) from refine
+        return known.value
+
+    def _answered(self, answer: Callable[[Term], Any], term: Term) -> Answer:
+        outer = self._looked
+        self._listen(Looked())
+        try:
+            return Answer(answer(term), self._looked)
+        except Again as again:
+            return Answer(again, self._looked)
+        finally:
+            self._listen(outer)
+
+    def _look(self, answer: Answer) -> None:
+        """Look at all that an answer is from.  Raises ``Refine`` and ``Irregular``, as ``leaf`` does."""
+        mine, theirs = self._looked, answer.looked
+        mine.nodes.update(theirs.nodes)
+        for node, dims in theirs.read.items():
+            align_all(dims, mine.read.setdefault(node, dims))
+        mine.hints.update(theirs.hints)
+        mine.answers.update(theirs.answers, (answer,))
 
     def request(self, node: Node, dims: Dims) -> Term:
         """``node`` as a closed term, layout and casts looked through; numbers are numbers."""
@@ -73,7 +155,7 @@ class Opener(Lifter):
                 break
             node = node.args[0]  # type: ignore[assignment]
         if is_call(node) and not atoms_of(dims) and (opname(node) in NUMBERS or value_of(node).dim() == 0):
-            term = self._numbers.request(node, dims)
+            term = self._pointwise(node, dims)
             if term.op == "number":
                 return term
         if is_call(node) and opname(node) in NUMBERS:
@@ -90,14 +172,16 @@ class Opener(Lifter):
         """``term`` with its outermost operator opened; itself where there is none, or where it cannot be read."""
         if term.op != "leaf":
             return term
-        known = self._opened.get(term)
-        if known is None:
-            known = self._read(term)
-            if known.op == "leaf" and known is not term:  # x * 1, x + 0
-                known = self.open(known)
-            self._opened[term] = known
-            self.note_parts(known, term.attr[0])
-        return known
+        opened: Term = self.once("open", term, self._opened, term)
+        return opened
+
+    def _opened(self, term: Term) -> Term:
+        opened = self._read(term)
+        if opened.op == "leaf" and opened is not term:  # x * 1, x + 0
+            opened = self.open(opened)
+        self._looked.nodes[term.attr[0]] = None
+        self.note_parts(opened, term.attr[0])
+        return opened
 
     def note_parts(self, opened: Term, node: Node) -> None:
         """Let the parts of an opened operator, as far as no node holds them, be told by the operator's node."""
@@ -106,8 +190,11 @@ class Opener(Lifter):
                 self._inside.setdefault(part, {})[node] = None
 
     def nodes_of(self, term: Term) -> tuple[Node, ...]:
-        """The node that ``term`` is, or those that it is a part of."""
-        return (term.attr[0],) if term.op == "leaf" else tuple(self._inside.get(term, ()))
+        """The node that ``term`` is, or those that it is a part of, as far as they were looked at."""
+        if term.op == "leaf":
+            return (term.attr[0],)
+        holding = self._inside.get(term, {})
+        return tuple(n for n in self._looked.nodes if n in holding) if len(holding) > 1 else tuple(holding)
 
     def _read(self, term: Term) -> Term:
         node, dims = term.attr
@@ -118,30 +205,36 @@ class Opener(Lifter):
         except (Irregular, CannotWindow):
             return term
         except Refine as refine:
-            self.split(refine)
-            raise Again from refine
+            raise Again(self.after(refine)) from refine
 
-    def opened(self) -> Iterator[Term]:
-        """All terms that were asked to be opened."""
-        return iter(self._opened)
-
-    def split(self, refine: Refine) -> None:
-        """Split an axis, and forget what was read with it.  Raises ``Irregular``."""
-        self.axes.split(refine)
-        self._opened.clear()
-        self._softmaxes.clear()
+    def looked_at(self) -> Set[Node]:
+        """All nodes that this attempt has opened."""
+        return self._looked.nodes.keys()
 
     def whole(self, term: Term) -> Term:
         """``term`` with all its pointwise operators opened, as far as they can be read."""
         if term.op != "leaf" or any(isinstance(a, Window) for a in atoms_of(term.attr[1])):
             return term
+        whole: Term = self.once("whole", term, self._whole, term)
+        return whole
+
+    def _whole(self, term: Term) -> Term:
         try:
-            return self._numbers.request(*term.attr)
+            return self._pointwise(*term.attr)
         except (Irregular, CannotWindow):
             return term
         except Refine as refine:
-            self.split(refine)
-            raise Again from refine
+            raise Again(self.after(refine)) from refine
+
+    def _pointwise(self, node: Node, dims: Dims) -> Term:
+        """A value as a whole: a question of its own, as large as it may be."""
+        lifter = Lifter(self.axes, set())
+        lifter.terms = self.terms
+        return lifter.request(node, dims)
+
+    def of_positions(self, term: Term) -> bool:
+        """Whether ``term`` is made of positions and numbers only."""
+        return bool(self.once("of positions", term, lambda t: of_positions(self.whole(t)), False))
 
     # -- what several operators make together ---------------------------------------------------------------
 
@@ -149,9 +242,8 @@ class Opener(Lifter):
         """The softmax that ``term`` is, however it is spelled, if it is one."""
         if term.op != "leaf" or not is_call(term.attr[0]):
             return None
-        if term not in self._softmaxes:
-            self._softmaxes[term] = self._softmax(term)
-        return self._softmaxes[term]
+        softmax: Softmax | None = self.once("softmax", term, self._softmax, None)
+        return softmax
 
     def _softmax(self, term: Term) -> Softmax | None:
         node, dims = term.attr

@@ -18,7 +18,7 @@ from sdpa_rewrite.authoring.opener import Again, Opener
 from sdpa_rewrite.authoring.program import Body, body
 from sdpa_rewrite.authoring.relation import same_everywhere
 from sdpa_rewrite.authoring.unify import Unifier
-from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
+from sdpa_rewrite.lift.lifter import CannotWindow, Lifter
 from sdpa_rewrite.lift.ops import CONTRACTIONS, is_call, is_tensor, opname
 from sdpa_rewrite.site import Miss, Operand
 
@@ -99,22 +99,22 @@ class Near:
         return Near(region.pattern, root, region.inner, 1.0, miss.text, results, (at,), refuted=True)
 
 
-def regions_at(pattern: LiftedPattern, root: Node, closely: bool = False) -> Iterator[Region | Near]:
+def regions_at(pattern: LiftedPattern, root: Node, opener: Opener, closely: bool = False) -> Iterator[Region | Near]:
     """Every way in which ``pattern`` matches at ``root``; at last, if none was taken, why there are no others.
 
-    ``closely``: where an operator differs, what is below it counts all the same, since somebody reads how much is.
+    ``opener``: of this place, for all patterns.  ``closely``: where an operator differs, what is below it counts all
+    the same, since somebody reads how much is.
     """
-    axes = Axes()
+    opener = opener.afresh()
     seen: set[tuple[tuple[str, Node | str], ...]] = set()
     while True:
-        opener = Opener(axes)
         try:
             yield from _regions(pattern, root, opener, seen, closely)
             return
-        except Again:
-            continue
+        except Again as again:
+            opener = again.opener
         except Refine as refine:
-            opener.split(refine)
+            opener = opener.after(refine)
         except Irregular:  # a complex, sparse or nested tensor
             return
 
@@ -148,9 +148,9 @@ def _near(unifier: Unifier, pattern: LiftedPattern, root: Node, unlike: Unlike |
     if unlike is None and obstacle is not None:
         at = obstacle.place
         matched = (obstacle.matched + (unifier.passing_over(obstacle) if closely else 0)) / size(pattern)
-        covers = frozenset(t.attr[0] for t in unifier.graph.opened())
+        covers = frozenset(unifier.graph.looked_at())
         return Near(pattern, root, covers, matched, obstacle.text, at.here, at.there, at.expected, at.got)
-    covers = frozenset(t.attr[0] for t in unifier.graph.opened())
+    covers = frozenset(unifier.graph.looked_at())
     if unlike is not None and unlike.place is not None:
         return Near(pattern, root, covers, 1.0, str(unlike), unlike.place.here, unlike.place.there)
     text = str(unlike) if unlike is not None else "nothing else like it is here"
@@ -216,8 +216,7 @@ def _region(pattern: LiftedPattern, found: Found, tops: Sequence[Term], opener: 
     try:
         programs = {name: body(opener, name, *ends) for name, ends in found.programs.items()}
     except Refine as refine:
-        opener.split(refine)
-        raise Again from refine
+        raise Again(opener.after(refine)) from refine
     for program in programs.values():
         tensors.update(program.captures)
         dims.update((name, term.attr[1]) for name, term in program.captures.items())
@@ -233,8 +232,7 @@ def _region(pattern: LiftedPattern, found: Found, tops: Sequence[Term], opener: 
     except (Irregular, CannotWindow) as error:
         raise Unlike(f"it cannot be written in named axes: {error}") from error
     except Refine as refine:
-        opener.split(refine)
-        raise Again from refine
+        raise Again(opener.after(refine)) from refine
     return Region(pattern, axes, lifter, tensors, dims, dict(found.scalars), programs, inner, roots, terms)
 
 

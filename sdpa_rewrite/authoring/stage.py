@@ -14,18 +14,19 @@ from sdpa_rewrite.algebra.axes import product
 from sdpa_rewrite.authoring import adjoint, certify, registry, replace
 from sdpa_rewrite.authoring.adjoint import Backward
 from sdpa_rewrite.authoring.describe import diagnosis
-from sdpa_rewrite.authoring.lifted import LiftedPattern, head, kind_of, lifted_variants
+from sdpa_rewrite.authoring.lifted import LiftedPattern, kind_of, kinds_below, lifted_variants
+from sdpa_rewrite.authoring.opener import Opener
 from sdpa_rewrite.authoring.parameters import Variant
 from sdpa_rewrite.authoring.pattern import Match, MatchedScalar, MatchedTensor, NoMatch, Pattern
 from sdpa_rewrite.authoring.region import Near, Region, regions_at
 from sdpa_rewrite.cleanroom import clean_room
+from sdpa_rewrite.lift.lifter import Axes
 from sdpa_rewrite.lift.ops import CASTS, LAYOUT, is_call, is_tensor, opname, source_line, value_of
 from sdpa_rewrite.outcome import Outcome, Reason
 from sdpa_rewrite.rewrite import Refused
 from sdpa_rewrite.site import Miss
 
 WORTH_TELLING = 0.3  # of a pattern found, for a near miss to be told where nobody has asked
-FUZZY = frozenset({"product", "softmax", "sum", "exp"})  # kinds that another spelling may not show
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,31 @@ def apply(graph: Graph) -> Taught:
     return Taught(outcomes, tuple(run.declined), tuple(run.near))
 
 
+class _Survey:
+    """What is known of a graph as it is now, for all patterns."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.order = {node: k for k, node in enumerate(graph.nodes)}
+        self.places: dict[str, list[Node]] = {}  # what may be a pattern's result, by kind
+        for node in graph.nodes:
+            if is_call(node) and is_tensor(node) and node.meta.get("partitioner_tag") != "is_backward":
+                self.places.setdefault(kind_of(node), []).append(node)
+        self._below: dict[Node, frozenset[str]] = {}
+        self._openers: dict[Node, Opener] = {}
+
+    def may_be(self, node: Node, needed: Set[str]) -> bool:
+        """Whether ``node`` reads operators of all these kinds."""
+        if node not in self._below:
+            self._below[node] = kinds_below(node)
+        return needed <= self._below[node]
+
+    def opener(self, root: Node) -> Opener:
+        """The one that all patterns open ``root`` with."""
+        if root not in self._openers:
+            self._openers[root] = Opener(Axes())
+        return self._openers[root]
+
+
 @dataclass
 class _Pass:
     """One graph."""
@@ -93,7 +119,7 @@ class _Pass:
     near: list[Near] = field(default_factory=list)
 
     def run(self, patterns: tuple[Pattern, ...]) -> Iterator[Outcome]:
-        kinds: dict[Node, frozenset[str]] = {}
+        self.survey = _Survey(self.graph)
         for pattern in patterns:
             try:
                 variants = list(lifted_variants(pattern))
@@ -104,44 +130,44 @@ class _Pass:
                 yield Outcome("recognised", "", "", reasons=(reason,))
                 continue
             for variant in variants:
-                yield from self._variant(pattern, variant, kinds)
+                yield from self._variant(pattern, variant)
 
-    def _variant(
-        self, pattern: Pattern, variant: LiftedPattern, kinds: dict[Node, frozenset[str]]
-    ) -> Iterator[Outcome]:
-        top = head(variant.results[0])
-        kind, needed = kind_of(top), {k for k in kinds_below(top, {}) if k not in FUZZY}
-        for node in list(self.graph.nodes):
-            if not is_call(node) or node in self.taken or not is_tensor(node) or kind_of(node) != kind:
-                continue
-            if node.meta.get("partitioner_tag") == "is_backward":
-                continue
-            if not (thorough.get() or needed <= kinds_below(node, kinds)):
-                continue
-            outcome = self._at(pattern, variant, node)
+    def _variant(self, pattern: Pattern, variant: LiftedPattern) -> Iterator[Outcome]:
+        places = iter(self.survey.places.get(variant.kind, ()))
+        while (found := self._next(pattern, variant, places)) is not None:
+            outcome = found if isinstance(found, Outcome) else self._rewritten(pattern, *found)
             if outcome is not None:
-                kinds.clear()
+                self.survey = _Survey(self.graph)
                 yield outcome
 
-    def _at(self, pattern: Pattern, variant: LiftedPattern, root: Node) -> Outcome | None:
-        """What becomes of ``root``; None where the pattern does not match."""
-        order = {node: k for k, node in enumerate(self.graph.nodes)}
-        try:
-            with clean_room():
-                found = self._search(variant, root, order)
-        except Miss:  # the place cannot be opened: the engine tells why, where it is a candidate
-            return None
-        except Exception as error:
-            if config.strict:
-                raise
-            return self._declined(pattern, root, Reason(f"matching failed: {type(error).__name__}: {error}", "pattern"))
-        return self._rewritten(pattern, *found, order) if found is not None else None
+    def _next(
+        self, pattern: Pattern, variant: LiftedPattern, places: Iterator[Node]
+    ) -> tuple[Region, Backward] | Outcome | None:
+        """The next match among ``places``, or why looking for it failed; None where there are no more."""
+        with clean_room():
+            for node in places:
+                if node not in self.survey.order or node in self.taken:  # rewritten meanwhile
+                    continue
+                if not (thorough.get() or self.survey.may_be(node, variant.needed)):
+                    continue
+                try:
+                    found = self._search(variant, node)
+                except Miss:  # the place cannot be opened: the engine tells why, where it is a candidate
+                    continue
+                except Exception as error:
+                    if config.strict:
+                        raise
+                    text = f"matching failed: {type(error).__name__}: {error}"
+                    return self._declined(pattern, node, Reason(text, "pattern"))
+                if found is not None:
+                    return found
+        return None
 
-    def _search(self, variant: LiftedPattern, root: Node, order: dict[Node, int]) -> tuple[Region, Backward] | None:
+    def _search(self, variant: LiftedPattern, root: Node) -> tuple[Region, Backward] | None:
         """The first match at ``root`` that is proved.  Where there is none, what came nearest is kept."""
         nearest: Near | None = None
         other_form = False  # a match but for a result that nobody reads: no near miss, but a smaller form
-        for found in regions_at(variant, root, closely=thorough.get()):
+        for found in regions_at(variant, root, self.survey.opener(root), closely=thorough.get()):
             if isinstance(found, Near):
                 if not other_form and (thorough.get() or found.matched >= WORTH_TELLING):
                     nearest = nearest or found
@@ -150,7 +176,7 @@ class _Pass:
             else:
                 try:
                     certify.forward(found)
-                    return found, adjoint.backward(found, order)
+                    return found, adjoint.backward(found, self.survey.order)
                 except adjoint.Unread:
                     other_form = True
                 except Miss as miss:
@@ -163,7 +189,7 @@ class _Pass:
         details = {"pattern": pattern.name}
         return Outcome("recognised", root.name, source_line(root), training, reasons=(reason,), details=details)
 
-    def _rewritten(self, pattern: Pattern, region: Region, back: Backward, order: dict[Node, int]) -> Outcome | None:
+    def _rewritten(self, pattern: Pattern, region: Region, back: Backward) -> Outcome | None:
         """The outcome of a rewrite; None where the place stays as it is, which is noted."""
         root, training = region.roots[0].node, bool(back.gradients)
         name, source = root.name, source_line(root)
@@ -172,7 +198,7 @@ class _Pass:
             if found := replace.difference(pattern, region, training):
                 raise Refused(found)
             held = frozenset(region.bound)
-            added = replace.put_in(self.graph, pattern, region, back, order, held)
+            added = replace.put_in(self.graph, pattern, region, back, self.survey.order, held)
         except NoMatch as no:
             at = no.at
             reason = Reason(no.reason, at.name if at else "check", at.node if at else "", at.source if at else "")
@@ -251,20 +277,3 @@ def matched(region: Region, back: Backward) -> Match:
     variant: Variant = region.pattern.variant
     ordered = {p.name: parameters[p.name] for p in variant.parameters if p.name in parameters}
     return Match(ordered, sizes, variant.fixed, bool(back.gradients), source_line(region.roots[0].node))
-
-
-def kinds_below(node: Node, known: dict[Node, frozenset[str]], depth: int = 3) -> frozenset[str]:
-    """The kinds of what an operator reads, products and sums looked through."""
-    if node in known:
-        return known[node]
-    found: set[str] = set()
-    for source in node.all_input_nodes:
-        below = head(source)
-        if not is_call(below) or not is_tensor(below):
-            continue
-        kind = kind_of(below)
-        found.add(kind)
-        if depth and kind in ("product", "sum"):
-            found |= kinds_below(below, {}, depth - 1)
-    known[node] = frozenset(found)
-    return known[node]

@@ -8,8 +8,9 @@ correspondence of axes that the bindings imply, and the proof has the last word.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch.fx import Node
@@ -20,7 +21,6 @@ from sdpa_rewrite.authoring.found import Equal, Found, Number, Obstacle, Place, 
 from sdpa_rewrite.authoring.hole import is_program, program_name
 from sdpa_rewrite.authoring.opener import Opener
 from sdpa_rewrite.authoring.parameters import Parameter
-from sdpa_rewrite.authoring.relation import of_positions
 from sdpa_rewrite.lift.ops import is_call, opname, value_of
 
 EFFORT = 4000  # comparisons that one attempt may cost
@@ -42,41 +42,27 @@ class Unifier:
         self.effort += 1
         if self.effort > EFFORT:
             self._fail(found, p, g, "given up: there are too many ways to try")
-            return
+            return iter(())
+        rule: Rule = self.pattern.once("rule", p, self._rule, Unifier._operator)
+        return rule(self, p, g, found)
+
+    def _rule(self, p: Term) -> Rule:
+        """What compares ``p`` with a term of the graph."""
         parameter = self._parameter(p)
         if parameter is not None:
-            yield from self._bind(parameter, p, g, found)
-            return
+            return Unifier._scalar if parameter.kind == "scalar" else Unifier._tensor
         if p.op == "number":
-            yield from self._number(p, g, found)
-            return
-        whole = self.pattern.whole(p)
-        if of_positions(whole):
-            yield from self._relation(p, g, found)
-            return
-        soft = self.pattern.softmax(p)
-        if soft is not None:
-            theirs = self.graph.softmax(g)
-            if theirs is None or theirs.safe != soft.safe:
-                text = "no softmax" if theirs is None else "softmax and safe softmax differ"
-                self._fail(found, p, g, text, unread=True)
-                return
-            bound = (*found.bound, Summed(soft.axes, theirs.axes, self._place(p, g)))
-            yield from self.unify(soft.logits, theirs.logits, found.another(bound=bound))
-            return
+            return Unifier._number
+        if self.pattern.of_positions(p):
+            return Unifier._relation
+        if self.pattern.softmax(p) is not None:
+            return Unifier._softmax
         top = self.pattern.open(p)
         if is_program(top):
-            yield from self._program(top, g, found)
-        elif top.op in ("mul", "div") or self._scaled_contraction(top):
-            yield from self._product(p, g, found)
-        elif top.op == "add":
-            yield from self._sum(p, g, found)
-        elif top.op == "where":
-            yield from self._where(p, top, g, found)
-        elif top.op in ("not", "ne"):
-            yield from self._condition(p, g, False, found)
-        else:
-            yield from self._operator(p, top, g, found)
+            return Unifier._program
+        if self._scaled_contraction(top):
+            return Unifier._product
+        return RULES.get(top.op, Unifier._operator)
 
     def passing_over(self, obstacle: Obstacle) -> int:
         """How much is found when the operator that is in the way is passed over: in what it reads."""
@@ -108,18 +94,20 @@ class Unifier:
         return Place(p, g, self.pattern.nodes_of(p), self.graph.nodes_of(g))
 
     def _equal(self, mine: Number, theirs: Number, found: Found, p: Term, g: Term) -> Found:
-        return replace(found, numbers=(*found.numbers, Equal(mine, theirs, self._place(p, g))))
+        return found._replace(numbers=(*found.numbers, Equal(mine, theirs, self._place(p, g))))
 
     # -- leaves ---------------------------------------------------------------------------------------------
 
-    def _bind(self, parameter: Parameter, p: Term, g: Term, found: Found) -> Iterator[Found]:
-        if parameter.kind == "scalar":
-            known = found.scalars.get(parameter.name)
-            if (g.op == "number" or (g.op == "leaf" and not g.axes)) and (known is None or same_value(known, g)):
-                yield replace(found, scalars={**found.scalars, parameter.name: g})
-            else:
-                self._fail(found, p, g, "no number, or not the same one again")
-            return
+    def _scalar(self, p: Term, g: Term, found: Found) -> Iterator[Found]:
+        name = self.parameters[p.attr[0]].name
+        known = found.scalars.get(name)
+        if (g.op == "number" or (g.op == "leaf" and not g.axes)) and (known is None or same_value(known, g)):
+            yield found._replace(scalars={**found.scalars, name: g})
+        else:
+            self._fail(found, p, g, "no number, or not the same one again")
+
+    def _tensor(self, p: Term, g: Term, found: Found) -> Iterator[Found]:
+        parameter = self.parameters[p.attr[0]]
         if g.op != "leaf":
             self._fail(found, p, g, "no tensor of the graph")
             return
@@ -131,7 +119,7 @@ class Unifier:
         if known is not None and known.attr[0] is not g.attr[0]:
             self._fail(found, p, g, f"{parameter.name} is {known.attr[0].name} elsewhere")
             return
-        yield replace(found, leaves=(*found.leaves, (p, g)))
+        yield found._replace(leaves=(*found.leaves, (p, g)))
 
     def _number(self, p: Term, g: Term, found: Found) -> Iterator[Found]:
         number = g if g.op == "number" else self.graph.open(g)
@@ -142,8 +130,18 @@ class Unifier:
 
     # -- operators ------------------------------------------------------------------------------------------
 
-    def _operator(self, p: Term, top: Term, g: Term, found: Found) -> Iterator[Found]:
-        other = self.graph.open(g)
+    def _softmax(self, p: Term, g: Term, found: Found) -> Iterator[Found]:
+        soft, theirs = self.pattern.softmax(p), self.graph.softmax(g)
+        assert soft is not None
+        if theirs is None or theirs.safe != soft.safe:
+            text = "no softmax" if theirs is None else "softmax and safe softmax differ"
+            self._fail(found, p, g, text, unread=True)
+            return
+        bound = (*found.bound, Summed(soft.axes, theirs.axes, self._place(p, g)))
+        yield from self.unify(soft.logits, theirs.logits, found.another(bound=bound))
+
+    def _operator(self, p: Term, g: Term, found: Found) -> Iterator[Found]:
+        top, other = self.pattern.open(p), self.graph.open(g)
         if other.op != top.op or len(other.args) != len(top.args) or not self._same_kind(top, other):
             self._fail(found, p, g, f"no {kind_of(top)}", unread=True)
             return
@@ -152,7 +150,7 @@ class Unifier:
             bound = (*bound, Summed(frozenset(top.attr[1]), frozenset(other.attr[1]), self._place(p, g)))
         found = found.another(bound=bound)
         if top.op == "index":
-            yield replace(found, indices=(*found.indices, (top.attr[0], other.attr[0])))
+            yield found._replace(indices=(*found.indices, (top.attr[0], other.attr[0])))
             return
         orders = itertools.permutations(other.args) if top.op in COMMUTATIVE else iter((other.args,))
         for args in orders:
@@ -178,16 +176,15 @@ class Unifier:
 
     def _relation(self, p: Term, g: Term, found: Found, negated: bool = False) -> Iterator[Found]:
         """A value that is made of positions only: which, is compared when the axes are known."""
-        whole = self.graph.whole(g)
-        if of_positions(whole):
-            relation = Related(self.pattern.whole(p), whole, negated, self._place(p, g))
+        if self.graph.of_positions(g):
+            relation = Related(self.pattern.whole(p), self.graph.whole(g), negated, self._place(p, g))
             yield found.another(relations=(*found.relations, relation))
         else:
             self._fail(found, p, g, "not made of positions only")
 
-    def _where(self, p: Term, top: Term, g: Term, found: Found) -> Iterator[Found]:
+    def _where(self, p: Term, g: Term, found: Found) -> Iterator[Found]:
         """where(c, a, b) is where(not c, b, a)."""
-        other = self.graph.open(g)
+        top, other = self.pattern.open(p), self.graph.open(g)
         if other.op != "where":
             self._fail(found, p, g, "no where")
             return
@@ -196,9 +193,12 @@ class Unifier:
             for first in self._condition(top.args[0], condition, negated, found.another()):
                 yield from self._each(top.args[1:], branches, first)
 
+    def _truth(self, p: Term, g: Term, found: Found) -> Iterator[Found]:
+        yield from self._condition(p, g, False, found)
+
     def _condition(self, p: Term, g: Term, negated: bool, found: Found) -> Iterator[Found]:
         """A condition, or its opposite if ``negated``."""
-        if of_positions(self.pattern.whole(p)):
+        if self.pattern.of_positions(p):
             yield from self._relation(p, g, found, negated)
             return
         mine, one = self._plain(self.pattern, p)
@@ -206,7 +206,7 @@ class Unifier:
         if (one != other) != negated:
             self._fail(found, p, g, "the opposite condition")
         elif mine is p and self.pattern.open(p).op in ("not", "ne"):
-            yield from self._operator(p, self.pattern.open(p), theirs, found)
+            yield from self._operator(p, theirs, found)
         else:
             yield from self.unify(mine, theirs, found)
 
@@ -288,7 +288,7 @@ class Unifier:
         return parameter is not None and parameter.kind == "scalar"
 
     def _product(self, p: Term, g: Term, found: Found) -> Iterator[Found]:
-        factors = factors_of(self.pattern, p, self._is_parameter, self._is_scalar)
+        factors = self._factors(p)
         scalars = [f for f in factors.items if self._is_scalar(f.term)]
         rest = sorted((f for f in factors.items if f not in scalars), key=lambda f: self._is_parameter(f.term))
 
@@ -298,9 +298,10 @@ class Unifier:
                 return not way.items or may_equal(way.number, 1)
             return not may_equal(way.number, factors.number)
 
-        ways = sorted(expansions(self.graph, g, len(rest) + len(scalars)), key=unlikely)
+        ways = sorted(self._expansions(g, len(rest) + len(scalars)), key=unlikely)
         paired = False
         for given in ways:
+            hopeless = not scalars and unlikely(given)
             for left, fresh in self._pair_factors(rest, list(given.items), found.another()):
                 paired, fits = True, False
                 for made in self._scalars(scalars, factors.number, left, given.number, fresh):
@@ -309,8 +310,27 @@ class Unifier:
                 if not fits:
                     other = "other factors" if left else f"the number {given.number}, not {factors.number}"
                     self._fail(fresh, p, g, f"times {other}")
+                if hopeless:  # however the others are paired
+                    break
         if not paired:
             self._fail(found, p, g, "no product of these factors")
+
+    def _factors(self, p: Term) -> Factors:
+        """The pattern's product, taken apart."""
+        known: Factors | None = self.pattern.once("factors", p, self._factors_of, None)
+        return known or self._factors_of(p)
+
+    def _factors_of(self, p: Term) -> Factors:
+        return factors_of(self.pattern, p, self._is_parameter, self._is_scalar)
+
+    def _expansions(self, g: Term, count: int) -> Sequence[Factors]:
+        """The graph's product, taken apart in every way."""
+
+        def taken_apart(term: Term) -> Sequence[Factors]:
+            return tuple(expansions(self.graph, term, count))
+
+        known: Sequence[Factors] = self.graph.once(("expansions", count), g, taken_apart, ())
+        return known or taken_apart(g)
 
     def _pair_factors(self, ps: list[Factor], gs: list[Factor], found: Found) -> Iterator[tuple[list[Factor], Found]]:
         if not ps:
@@ -342,17 +362,18 @@ class Unifier:
             return
         for k, g in enumerate(left):
             if not g.term.axes and g.below == first.below and (known is None or known is g.term):
-                bound = replace(found, scalars={**found.scalars, name: g.term})
+                bound = found._replace(scalars={**found.scalars, name: g.term})
                 yield from self._scalars(others, mine, [*left[:k], *left[k + 1 :]], theirs, bound)
         if known is None and not left:
             ratio = mine / theirs if first.below else theirs / mine
-            bound = replace(found, scalars={**found.scalars, name: self.graph.terms.number(ratio)})
+            bound = found._replace(scalars={**found.scalars, name: self.graph.terms.number(ratio)})
             yield from self._scalars(others, mine, left, mine, bound)
 
     # -- programs -------------------------------------------------------------------------------------------
 
-    def _program(self, top: Term, g: Term, found: Found) -> Iterator[Found]:
+    def _program(self, p: Term, g: Term, found: Found) -> Iterator[Found]:
         """Any pointwise function of what the pattern gives it: looked for behind pointwise operators."""
+        top = self.pattern.open(p)
         name = program_name(top)
         if g.op != "leaf":
             self._fail(found, top, g, "no tensor of the graph")
@@ -363,7 +384,7 @@ class Unifier:
             for inner in self.unify(top.args[0], candidate, found) if candidate.op == "leaf" else ():
                 known = inner.programs.get(name)
                 if known is None or (known[0].attr[0], known[1].attr[0]) == (candidate.attr[0], g.attr[0]):
-                    yield replace(inner, programs={**inner.programs, name: known or (candidate, g)})
+                    yield inner._replace(programs={**inner.programs, name: known or (candidate, g)})
             opened = self.graph.open(candidate)
             if opened is candidate or opened.op in ("reduce", "index", "number"):
                 continue
@@ -372,6 +393,17 @@ class Unifier:
             queue.extend(fresh)
             if len(seen) > 64:
                 return
+
+
+Rule: TypeAlias = Callable[[Unifier, Term, Term, Found], Iterator[Found]]
+RULES: Mapping[str, Rule] = {
+    "mul": Unifier._product,
+    "div": Unifier._product,
+    "add": Unifier._sum,
+    "where": Unifier._where,
+    "not": Unifier._truth,
+    "ne": Unifier._truth,
+}
 
 
 def _is_truth(opener: Opener, term: Term) -> bool:

@@ -83,6 +83,13 @@ class Axes:
         name = refine.atom.name
         self._split[refine.atom] = (Atom(name + "0", refine.outer), Atom(name + "1", refine.inner))
 
+    def after(self, refine: Refine) -> Axes:
+        """The same axes, one of them split, beside these.  Raises ``Irregular``."""
+        other = Axes()
+        other._atoms, other._split = dict(self._atoms), dict(self._split)
+        other.split(refine)
+        return other
+
     def resolve(self, dim: Dim) -> Dim:
         """``dim`` with split axes replaced by their parts."""
         out: list[Atom] = []
@@ -152,10 +159,7 @@ class Lifter:
         value = value_of(node)
         if value.is_complex() or value.layout is not torch.strided or value.is_nested:
             raise Irregular(f"{node.name} is a complex, sparse or nested tensor")
-        first = self._seen.setdefault(node, dims)
-        for mine, other in zip(dims, first, strict=True):
-            if mine and other:
-                align(mine, other)
+        align_all(dims, self._seen.setdefault(node, dims))
         term = self.terms.leaf(node, dims)
         self.asked.setdefault(term, (node, dims))
         return term
@@ -263,8 +267,16 @@ def widens(node: Node) -> bool:
     return bool(torch.promote_types(source.dtype, target.dtype) == target.dtype)
 
 
-def align(mine: Dim, other: Dim) -> None:
+def align_all(mine: Dims, other: Dims) -> None:
     """One tensor read twice: its dimensions must be cut at the same places.  Raises ``Refine`` where they are not."""
+    if mine != other:
+        for a, b in zip(mine, other, strict=True):
+            if a and b:
+                align(a, b)
+
+
+def align(mine: Dim, other: Dim) -> None:
+    """``align_all`` for one dimension."""
     for a, b in zip(mine, other, strict=False):
         if same_size(a.size, b.size):
             continue

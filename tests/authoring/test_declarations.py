@@ -182,3 +182,21 @@ def test_a_wrong_declaration_is_told_at_once(function: Callable[..., Any], text:
 def test_a_replacement_takes_what_the_pattern_takes() -> None:
     with pytest.raises(PatternError, match=r"the replacement takes \(q, k\), not \(q, k, v, keep\)"):
         padded.replace(lambda q, k: q)
+
+
+def test_a_program_may_be_all_that_a_result_reads() -> None:
+    @pattern(register=False)
+    def weighted(q: Q, k: K, v: V, weight: Program) -> Tensor:
+        return weight((q @ k.mT).softmax(-1)) @ v
+
+    @weighted.replace
+    def again(q: Tensor, k: Tensor, v: Tensor, weight: Program) -> Tensor:
+        return weight(torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k), -1)) @ v
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.tanh((q @ k.mT).softmax(-1)) @ v
+
+    args = [torch.randn(2, 3, n, 4, requires_grad=True) for n in (7, 5, 5)]
+    with patterns.scope(weighted):
+        collected = same_as_eager(function, *args)
+    assert "fused" in statuses(collected), reasons(collected)  # what replaces it is an attention, too
