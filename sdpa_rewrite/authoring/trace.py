@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,10 +32,12 @@ HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)  # sizes that stand for 
 
 
 def axes_that_agree(
-    function: Callable[..., Any], parameters: Sequence[Parameter], hints: Mapping[str, int]
+    function: Callable[..., Any], variant: Variant, hints: Mapping[str, int] | None = None
 ) -> dict[str, str]:
-    """Which axis each axis is, where ``function`` works only if they have one size; ``hints``: sizes to trace with."""
-    variant = Variant(tuple(parameters))
+    """Which axis each axis is, where ``function`` works only if they have one size; ``hints``: sizes to trace with.
+
+    Raises ``PatternError``.
+    """
     with clean_room():
         _, symbols, _ = traced(function.__name__, function, variant, True, hints)
     first: dict[Any, str] = {}
@@ -168,7 +170,19 @@ class _Lines(TorchFunctionMode):
         if frame is not None:
             code = frame.f_code
             fx_traceback.set_stack_trace([f'File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}'])
-        return func(*args, **(kwargs or {}))
+        return _with_scalars(func, args, kwargs or {})
+
+
+def _with_scalars(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``func`` makes of a scalar, which is a 0-d tensor while a pattern is traced, where it wants a number."""
+    given = {**dict(zip(("size", "fill_value"), args, strict=False)), **kwargs}
+    if func is torch.full and isinstance(given.get("fill_value"), Tensor):
+        value: Tensor = given["fill_value"]
+        return value.to(given.get("dtype") or value.dtype).expand(given["size"])
+    overload = getattr(func, "_overloadname", "")
+    if overload == "Scalar" and len(args) > 1 and isinstance(args[1], Tensor):  # aten.mul.Scalar
+        return func.overloadpacket.Tensor(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 _NOT_THE_AUTHORS = (str(Path(torch.__file__).parent), __file__)

@@ -138,30 +138,3 @@ def test_an_unknown_name_is_told_with_those_that_are_known() -> None:
     for asked in (patterns.describe, patterns.unregister):
         with pytest.raises(KeyError, match=r"no pattern 'casual' is .*; these are: .*causal"):
             asked("casual")
-
-
-ADOPTED = {1: "qkv", 2: "qkv", 5: "qkvb", 11: "qkv", 14: "qkvm", 21: "qkvm", 22: "qkvm", 23: "qkv"}
-EXAMPLES = {"b": (1, 1, 8, 8), "m": (2, 1, 1, 4)}
-
-
-@pytest.mark.parametrize(("number", "tensors"), ADOPTED.items())
-def test_patterns_of_torchs_own_are_adopted(number: int, tensors: str) -> None:
-    from torch._inductor.fx_passes import fuse_attention
-
-    search, replacement = (getattr(fuse_attention, f"_sfdp_{what}_{number}") for what in ("pattern", "replacement"))
-    scalars = {n: 8.0 for n in ("inv_scale", "scale_factor") if n in search.__code__.co_varnames[:5]}
-    examples = [torch.empty(EXAMPLES.get(t, (2, 4, 8, 16))) for t in tensors]
-    made = patterns.adopt(
-        search, replacement, examples, scalar_workaround=scalars, name=f"sfdp_{number}", register=False
-    )
-    check_pattern(made, cases=[Case(), Case(training=True)], near_misses=2)
-
-
-def test_a_pattern_that_asks_for_the_probability_of_dropout_is_told_so() -> None:
-    from torch._inductor.fx_passes import fuse_attention as fa
-
-    examples = [torch.empty(2, 4, 8, 16)] * 3
-    workaround = {"inv_scale_factor": 8.0, "dropout_p": 0.1}
-    search, replacement = fa._sfdp_pattern_3, fa._sfdp_replacement_3
-    with pytest.raises(PatternError, match=r"_sfdp_pattern_3: .*it asks for a scalar's value"):
-        patterns.adopt(search, replacement, examples, scalar_workaround=workaround, register=False)
