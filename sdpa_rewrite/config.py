@@ -65,7 +65,7 @@ disabled_forms: tuple[str, ...] = _names("SDPA_REWRITE_DISABLED_FORMS")
 disabled_patterns: tuple[str, ...] = _names("SDPA_REWRITE_DISABLED_PATTERNS")
 
 # Attention on CPU that is a call already, of ATen's kernel (F.scaled_dot_product_attention) or of FlexAttention, goes
-# to our own kernels too; FlexAttention can be trained there only so.
+# to our own kernels too.  (Where FlexAttention is trained on CPU, whatever this says: torch has nothing for it.)
 # SDPA_REWRITE_UPGRADE_CALLS.
 upgrade_calls: bool = _flag("SDPA_REWRITE_UPGRADE_CALLS", True)
 

@@ -19,8 +19,8 @@ from torch._higher_order_ops.flex_attention import flex_attention_backward as BA
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sdpa_rewrite import rewrite
-from sdpa_rewrite.emit.arrange import restrided
+from sdpa_rewrite import config, rewrite
+from sdpa_rewrite.emit.arrange import Unavailable, restrided
 from sdpa_rewrite.lift.ops import (
     NUMBERS,
     argument,
@@ -132,19 +132,25 @@ class OpenedCalls:
         return next((o for o in self.opened if o.holds(node)), None)
 
 
-def open_calls(graph: Graph) -> OpenedCalls:
-    """Write out each call in ``graph`` that is on CPU, and let everybody read the results of the plain operators."""
+def open_calls(graph: Graph, upgrade: bool) -> OpenedCalls:
+    """Write out the calls in ``graph`` that are on CPU, and let everybody read the results of the plain operators.
+
+    Those of inference where they shall be ``upgrade``d, and in any case those that are trained.
+    """
     found = OpenedCalls()
     order = {node: k for k, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.target is not FORWARD or value_of(node.args[0]).device.type != "cpu":
             continue
         backward = next((u for part in node.users for u in _readers(part) if u.target is BACKWARD), None)
-        call = Call(node, backward)
+        if backward is None and not upgrade:
+            continue
         try:
-            found.opened.append(_opened(graph, call, order))
-        except Refused as refused:
-            reason = Reason(str(refused), "score", node.name, source_line(node))
+            found.opened.append(_opened(graph, Call(node, backward), order))
+        except Exception as error:
+            if config.strict and not isinstance(error, (Refused, Unavailable)):
+                raise
+            reason = Reason(str(error), "score", node.name, source_line(node))
             found.closed.append(Outcome("recognised", node.name, source_line(node), reasons=(reason,)))
     return found
 

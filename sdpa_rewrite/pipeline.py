@@ -16,7 +16,7 @@ from sdpa_rewrite.choose import EMITTERS, choose, in_words
 from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.costs import UNFUSED
 from sdpa_rewrite.describe import bytes_avoided, disabled, drawn_mask, form_of
-from sdpa_rewrite.flex_calls import OpenedCalls, close, open_calls
+from sdpa_rewrite.flex_calls import Opened, OpenedCalls, close, open_calls
 from sdpa_rewrite.lift.ops import source_line
 from sdpa_rewrite.outcome import Form, Outcome, Reason
 from sdpa_rewrite.rewrite import Memory, Refused, rewrite
@@ -33,7 +33,16 @@ def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
     Patterns come first.  All candidates that are left are judged on the graph as it is then, and the sites rewritten
     one by one.
     """
-    flexible = open_calls(graph) if config.upgrade_calls and FUSED in config.emitters else OpenedCalls()
+    flexible = open_calls(graph, config.upgrade_calls and FUSED in config.emitters)
+    try:
+        return _rewrite_opened(graph, flexible)
+    except BaseException:
+        for call in flexible.opened:
+            close(graph, call, fused=False)
+        raise
+
+
+def _rewrite_opened(graph: torch.fx.Graph, flexible: OpenedCalls) -> tuple[Outcome, ...]:
     written = set(graph.nodes)
     taught = stage.apply(graph)
     order = {node: k for k, node in enumerate(graph.nodes)}
@@ -50,7 +59,7 @@ def rewrite_graph(graph: torch.fx.Graph) -> tuple[Outcome, ...]:
     nearly = [functools.partial(taught.nearest, c.anchor, c.product) for c in candidates]
     upgraded = [o for site in calls for o in _upgraded(graph, site, order, memory)]
     outcomes = [
-        _rewritten(graph, verdict, order, memory, name, source, FLEX if call and not call.training else UNFUSED)
+        _judged(graph, verdict, order, memory, name, source, call)
         if isinstance(verdict, Site)
         else Outcome("missed", name, source, reasons=(verdict,))
         for (_, name, source, verdict), call in zip(verdicts, calls_of, strict=True)
@@ -126,6 +135,22 @@ def _upgraded(graph: torch.fx.Graph, site: Site, order: dict[Node, int], memory:
     name, source = site.scores_node.name, source_line(site.scores_node)
     with config.patch(emitters=(FUSED,)):
         yield _rewritten(graph, site, order, memory, name, source, now=CALL)
+
+
+def _judged(
+    graph: torch.fx.Graph,
+    site: Site,
+    order: dict[Node, int],
+    memory: Memory,
+    name: str,
+    source: str,
+    call: Opened | None,
+) -> Outcome:
+    """What became of a site; one that was a call of FlexAttention is ours or becomes that call again."""
+    if call is None or call.training:
+        return _rewritten(graph, site, order, memory, name, source)
+    with config.patch(emitters=(FUSED,)):
+        return _rewritten(graph, site, order, memory, name, source, now=FLEX)
 
 
 def _rewritten(

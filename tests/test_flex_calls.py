@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 import sdpa_rewrite
-from sdpa_rewrite import report
+from sdpa_rewrite import pipeline, report
 from tests.harness import compiled
+from tests.test_costs import written
 
 N, HEADS = 192, 4
 Reference = Callable[..., Tensor]
@@ -210,6 +212,43 @@ def test_what_is_not_fused_stays_a_call_in_inference() -> None:
         assert "flex_attention" in operators(graphs)
         assert "bmm" not in operators(graphs)
         close(ours, evaluated(form.reference, args, wide=True), 1e-5)
+
+
+@torch.no_grad()
+def test_a_call_that_is_faster_stays_with_its_blocks(tmp_path: Path) -> None:
+    form = FORMS["documents"]
+    file = written(tmp_path / "costs.json", flex=1_000.0, fused=9_000.0, sdpa=9_000.0)
+    graphs: list[torch.fx.GraphModule] = []
+    with report.collect() as collected:
+        compiled(form.call, keep=graphs, costs=file)(*tensors(form, training=False))
+    assert [o.status for o in collected.sites] == ["recognised"]
+    (call,) = (n for g in graphs for n in g.graph.nodes if "flex_attention" in str(n.target))
+    assert call.args[4][-3:-1] == (32, 32)
+    assert "bmm" not in operators(graphs)
+
+
+@torch.no_grad()
+def test_a_pass_that_fails_gives_the_calls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(pipeline.match, "candidates", broken)
+    form = FORMS["documents"]
+    graphs: list[torch.fx.GraphModule] = []
+    compiled(form.call, keep=graphs, **OPTIONS | {"strict": False})(*tensors(form, training=False))
+    assert "flex_attention" in operators(graphs)
+    assert "bmm" not in operators(graphs)
+
+
+@pytest.mark.parametrize("options", [{"upgrade_calls": False}, {"emitters": ("sdpa", "flex")}], ids=str)
+def test_what_is_trained_is_written_out_whatever_the_options_say(options: dict[str, Any]) -> None:
+    form = FORMS["learned slopes"]
+    args = tensors(form)
+    graphs: list[torch.fx.GraphModule] = []
+    with sdpa_rewrite.enabled():
+        ours = evaluated(compiled(form.call, keep=graphs, **options), args)
+    close(ours, evaluated(form.reference, args, wide=True), 1e-5)
+    assert "flex_attention_backward" not in operators(graphs)  # for which Inductor has no code on CPU
 
 
 def test_what_is_not_fused_is_trained_as_plain_operators() -> None:
