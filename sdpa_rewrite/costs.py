@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 
 from sdpa_rewrite import config
 from sdpa_rewrite.algebra.axes import product
+from sdpa_rewrite.algebra.hints import Hints, estimated, hints_of
 from sdpa_rewrite.algebra.term import subterms
 from sdpa_rewrite.emit.base import compute_dtype, device_of
 from sdpa_rewrite.emit.programs import drawn
@@ -33,8 +33,6 @@ TOLERATED = 1.05
 """What is fused may be estimated to take this many times as long: it takes less memory."""
 FAR = 2_200_000
 """Elements of keys and values of the largest samples: what is more may lie far, at costs that were not measured."""
-UNKNOWN = 1024
-"""What a symbolic size is taken for where the first inputs do not tell."""
 
 Costs = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]]
 """Instruction set, type, direction and kind of code -> nanoseconds of one thread for one of each of ``COUNTS``."""
@@ -92,17 +90,17 @@ def work_of(site: Site) -> Work | None:
     """What there is to do at a site; None where it is not on CPU."""
     if device_of(site).type != "cpu":
         return None
-    known = _sizes_of_first_inputs(site)
-    rows, columns = _count(product(site.rows), known), _count(product(site.columns), known)
+    known = hints_of(o.node.meta["val"] for o in (site.query, site.key, site.value))
+    rows, columns = estimated(product(site.rows), known), estimated(product(site.columns), known)
     shared = [a.size for a in site.batch if a in site.key.axes or a in site.value.axes]
     return Work(
         dtype=str(compute_dtype(site)).removeprefix("torch."),
         training=site.training,
-        heads=_count(math.prod(a.size for a in site.batch), known),
-        shared=_count(math.prod(shared), known),
+        heads=estimated(math.prod(a.size for a in site.batch), known),
+        shared=estimated(math.prod(shared), known),
         rows=rows,
         columns=columns,
-        depth=_count(product(site.depth) + product(site.width), known),
+        depth=estimated(product(site.depth) + product(site.width), known),
         seen=_seen(site, rows, columns, known),
         draws=any(drawn(c) is not None for c in site.captures if _reads(site, c.name)),
     )
@@ -112,30 +110,16 @@ def _reads(site: Site, name: str) -> bool:
     return any(t.op == "hole" and t.attr == name for t in subterms(site.weight))
 
 
-def _seen(site: Site, rows: int, columns: int, known: Mapping[sympy.Symbol, sympy.Integer]) -> float:
+def _seen(site: Site, rows: int, columns: int, known: Hints) -> float:
     """The share of the scores within the band that masks by index leave; masks that are tensors may hide nothing."""
     band = visibility(site, site.score, frozenset())
     if not rows or not columns or (band.low is None and band.high is None):
         return 1.0
-    low = -rows if band.low is None else _count(band.low, known)
-    high = columns if band.high is None else _count(band.high, known)
+    low = -rows if band.low is None else estimated(band.low, known)
+    high = columns if band.high is None else estimated(band.high, known)
     some = range(0, rows, max(1, rows // 256))
     inside = (min(columns - 1, i + high) - max(0, i + low) + 1 for i in some)
     return sum(max(0, n) for n in inside) / (len(some) * columns)
-
-
-def _sizes_of_first_inputs(site: Site) -> dict[sympy.Symbol, sympy.Integer]:
-    """Symbols of sizes, as far as the tensors that the graph was made from have told them."""
-    values = [o.node.meta["val"] for o in (site.query, site.key, site.value)]
-    sizes = [n.node for x in values for n in x.shape if isinstance(n, torch.SymInt)]
-    return {n.expr: sympy.Integer(n.hint) for n in sizes if isinstance(n.expr, sympy.Symbol) and n.hint is not None}
-
-
-def _count(size: Any, known: Mapping[sympy.Symbol, sympy.Integer]) -> int:
-    if isinstance(size, int):
-        return size
-    expr = size.xreplace(known)
-    return int(expr.xreplace({s: sympy.Integer(UNKNOWN) for s in expr.free_symbols}))
 
 
 def key() -> tuple[Any, ...]:

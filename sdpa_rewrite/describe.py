@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from sdpa_rewrite import config
 from sdpa_rewrite.algebra.axes import Size, product
+from sdpa_rewrite.algebra.hints import Hints, estimated, hints_of
 from sdpa_rewrite.algebra.term import Term, show, subterms
 from sdpa_rewrite.emit.affine import Affine, NotAffine, affine
 from sdpa_rewrite.emit.base import dtype_of
@@ -17,7 +18,8 @@ from sdpa_rewrite.lift.ops import is_drawn_mask
 from sdpa_rewrite.outcome import Form
 from sdpa_rewrite.site import Site
 
-SYMBOLIC_HINT = 1024  # positions assumed for a symbolic size when bytes are estimated
+READABLE = 24
+"""Characters of a symbolic size that is shown as it is; of a longer one, what it was for the first inputs."""
 
 
 def form_of(site: Site) -> Form:
@@ -119,20 +121,21 @@ def _groups(site: Site) -> str:
 
 
 def _shape(site: Site) -> str:
-    batch = " x ".join(str(a.size) for a in site.batch) or "1"
-    sizes = [str(product(d)) for d in (site.rows, site.columns, site.depth)]
-    return f"batch {batch}, {sizes[0]} x {sizes[1]}, head size {sizes[2]}"
+    known = hints_of(o.node.meta["val"] for o in (site.query, site.key))
+    batch = " x ".join(_shown(a.size, known) for a in site.batch) or "1"
+    rows, columns, depth = (_shown(product(d), known) for d in (site.rows, site.columns, site.depth))
+    return f"batch {batch}, {rows} x {columns}, head size {depth}"
 
 
-def _hint(size: Size) -> int:
-    if isinstance(size, int):
-        return size
-    return int(size.xreplace({s: sympy.Integer(SYMBOLIC_HINT) for s in size.free_symbols}))
+def _shown(size: Size, known: Hints) -> str:
+    text = str(size)
+    return text if len(text) <= READABLE else f"~{estimated(size, known)}"
 
 
 def bytes_avoided(site: Site) -> int:
     """The N x N tensors of the unfused program that live at once: probabilities, and in training what is saved."""
-    positions = math.prod(_hint(a.size) for a in (*site.batch, *site.rows, *site.columns))
+    known = hints_of(o.node.meta["val"] for o in (site.query, site.key))
+    positions = math.prod(estimated(a.size, known) for a in (*site.batch, *site.rows, *site.columns))
     if not isinstance(site.scores_node.meta["val"], torch.Tensor):
         return 0  # a call that made none
     itemsize = site.scores_node.meta["val"].element_size()

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from sdpa_rewrite import config, seeds, verify
 from sdpa_rewrite.algebra.axes import Irregular, Refine, shape_of
 from sdpa_rewrite.algebra.term import subterms
-from sdpa_rewrite.emit.arrange import Sizes, Unavailable, arrange, restrided, same_strides
+from sdpa_rewrite.emit.arrange import Sizes, Unavailable, arrange, restrided, same_shapes, same_strides
 from sdpa_rewrite.emit.base import Emitter, Inputs
 from sdpa_rewrite.lift.layout import push
 from sdpa_rewrite.lift.ops import LAYOUT, is_call, opname
@@ -344,12 +344,12 @@ def check(outputs: Iterable[Node], originals: Iterable[Operand]) -> None:
     """Each new value has the shape, type, device and strides of the old.  Raises ``Refused``."""
     for new, old in zip(outputs, originals, strict=True):
         a, b = new.meta["val"], old.node.meta["val"]
-        for what, x, y in (
-            ("shape", shape_of(a), shape_of(b)),
-            ("dtype", a.dtype, b.dtype),
-            ("device", a.device, b.device),
+        for what, x, y, same in (
+            ("shape", shape_of(a), shape_of(b), same_shapes(a, b)),
+            ("dtype", a.dtype, b.dtype, a.dtype == b.dtype),
+            ("device", a.device, b.device, a.device == b.device),
         ):
-            if x != y:
+            if not same:
                 raise Refused(f"the replacement of {old.node.name} has {what} {x} instead of {y}")
         if not same_strides(a, b) and not takes_any_strides(old.node):
             raise Refused(f"the replacement of {old.node.name} has strides {a.stride()} instead of {b.stride()}")

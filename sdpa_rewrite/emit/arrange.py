@@ -9,9 +9,11 @@ import sympy
 import torch
 from torch import Tensor
 
-from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Size, atoms_of, same_size, size_of
+from sdpa_rewrite.algebra.axes import Atom, Dim, Dims, Size, atoms_of, shape_of, size_of
+from sdpa_rewrite.algebra.hints import estimated, hints_of
 from sdpa_rewrite.algebra.interpret import World
 from sdpa_rewrite.algebra.term import Term
+from sdpa_rewrite.emit.guarded import environment_of, equal_sizes
 from sdpa_rewrite.site import Operand
 
 
@@ -110,25 +112,21 @@ class RealWorld(World):
 
     def size(self, atom: Atom) -> Any:
         """Positions of ``atom``, as the trace sees them."""
-        """Positions of ``atom``, as the trace sees them."""
         return self.sizes.of(atom.size)
 
     def leaf(self, term: Term) -> Tensor:
         """The tensor that stands for a leaf."""
-        """The tensor of a leaf."""
         leaf: Tensor = self.leaves[term.attr[0]]
         return leaf
 
     def index(self, term: Term) -> Tensor:
         """0, 1, 2, ... times step plus start."""
-        """An ``arange``."""
         dim, start, step = term.attr
         flat: Tensor = torch.arange(self.extent(dim), device=self.device)
         return flat.mul(self.sizes.of(size_of(step))).add(self.sizes.of(size_of(start)))
 
     def number(self, value: Any) -> Tensor:
-        """A zero-dimensional tensor on the device of the operands."""
-        """A zero-dimensional tensor of the world's type."""
+        """A zero-dimensional tensor of the world's type, on the device of the operands."""
         if isinstance(value, sympy.Basic):
             value = self.sizes.number(value)
         if isinstance(value, bool):
@@ -154,10 +152,18 @@ def _plain(stride: Size) -> Size:
     return size_of(stride.xreplace(known))
 
 
+def same_shapes(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have the same shape whenever the graph runs."""
+    where = environment_of(x, y)
+    return x.dim() == y.dim() and all(equal_sizes(a, b, where) for a, b in zip(shape_of(x), shape_of(y), strict=True))
+
+
 def same_strides(x: Tensor, y: Tensor) -> bool:
     """Whether tensors of one shape are laid out alike.  The stride of a dimension of one position does not matter."""
+    where = environment_of(x, y)
     return all(
-        size_of(n) == 1 or same_size(a, b) for n, a, b in zip(x.shape, strides_of(x), strides_of(y), strict=True)
+        size_of(n) == 1 or equal_sizes(a, b, where)
+        for n, a, b in zip(x.shape, strides_of(x), strides_of(y), strict=True)
     )
 
 
@@ -165,15 +171,9 @@ def restrided(x: Tensor, like: Tensor) -> Tensor:
     """``x`` with the strides of ``like``, copied only where they differ."""
     if tuple(map(size_of, x.stride())) == tuple(map(size_of, like.stride())):
         return x
-    order = sorted(range(x.dim()), key=lambda k: _stride_key(like, k), reverse=True)
+    strides, known = strides_of(like), hints_of([like])
+    order = sorted(range(x.dim()), key=lambda k: (estimated(strides[k], known), -k), reverse=True)
     y = x.permute(order).contiguous().permute([order.index(k) for k in range(x.dim())])
     if not same_strides(y, like):
         raise Unavailable(f"strides {like.stride()} cannot be kept")
     return y
-
-
-def _stride_key(x: Tensor, k: int) -> tuple[float, int]:
-    stride = strides_of(x)[k]
-    if not isinstance(stride, int):
-        stride = int(stride.xreplace(dict.fromkeys(stride.free_symbols, 64)))
-    return float(stride), -k
