@@ -30,6 +30,7 @@ from sdpa_rewrite import report
 Function = Callable[..., Tensor]
 Size = tuple[int, int, int, int, int, int]
 INFINITY = float("inf")
+BLOCK = 48
 OURS = "namespace sdpa_rewrite"
 SANITIZED = (
     *("-fsanitize=address,undefined", "-fsanitize-recover=address,undefined"),
@@ -87,6 +88,13 @@ def mask(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
     return (q @ k.mT).masked_fill(hidden, -INFINITY).softmax(-1) @ v
 
 
+def blocks(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """A mask of blocks, as a call of FlexAttention with a ``BlockMask`` has it: read as a table of blocks."""
+    rows, columns = seen.shape[-2:]
+    apart = seen[:, None, :, None, :, None].expand(-1, 1, -1, BLOCK, -1, BLOCK)
+    return (q @ k.mT).masked_fill(~apart.reshape(-1, 1, rows * BLOCK, columns * BLOCK), -INFINITY).softmax(-1) @ v
+
+
 def padding(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
     return (q @ k.mT).masked_fill(keys, torch.finfo(q.dtype).min).softmax(-1) @ v
 
@@ -137,6 +145,10 @@ def of_keys(size: Size, dtype: torch.dtype) -> list[Tensor]:
     return [torch.rand(size[0], 1, 1, size[3]) > 0.5]
 
 
+def of_blocks(size: Size, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.rand(size[0], size[2] // BLOCK, size[3] // BLOCK) > 0.5]
+
+
 def biases(size: Size, dtype: torch.dtype) -> list[Tensor]:
     _, h, n, m, _, _ = size
     return [torch.randn(h, n, m, dtype=dtype), torch.randn(h, 1, 1, dtype=dtype), *hidden(size, dtype)]
@@ -150,31 +162,6 @@ def edges(size: Size, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(size[1], size[2], 1, dtype=dtype), torch.randn(size[3], dtype=dtype)]
 
 
-@dataclass(frozen=True)
-class Form:
-    """A function of query, key, value and what ``more`` makes for their sizes."""
-
-    function: Function
-    more: Callable[[Size, torch.dtype], list[Tensor]] = no_more
-
-
-FORMS = {
-    "plain": Form(plain),
-    "grouped heads": Form(grouped),
-    "strided": Form(strided),
-    "causal": Form(causal),
-    "window": Form(window),
-    "soft-cap": Form(soft_cap),
-    "mask": Form(mask, hidden),
-    "padding": Form(padding, of_keys),
-    "safe": Form(safe, hidden),
-    "sink": Form(sink, of_heads),
-    "learned bias": Form(learned_bias, biases),
-    "edge bias": Form(edge_bias, edges),
-    "dropout": Form(dropout),
-    "dropout and mask": Form(causal_dropout, hidden),
-}
-
 # Batch, heads, queries, keys, head size, width of the values.  One compilation sees all of these: multiples of nothing,
 # two keys, several pieces of rows, keys shared by threads, wide heads.  (Batch and heads differ: equal ones would be
 # one symbol.)
@@ -187,7 +174,39 @@ SIZES: tuple[Size, ...] = (
 )
 # A size of one is not symbolic: a compilation each.  One row, one of nearly all, one row of many keys.
 ONES: tuple[Size, ...] = ((1, 2, 1, 70, 8, 8), (1, 1, 1, 2, 3, 3), (1, 1, 1, 1500, 24, 24))
-WITH_ONES = ("plain", "mask", "learned bias", "dropout")
+BLOCKS: tuple[Size, ...] = ((2, 3, 96, 480, 16, 16), (1, 2, 432, 48, 8, 24))
+
+
+@dataclass(frozen=True)
+class Form:
+    """A function of query, key, value and what ``more`` makes for their sizes.
+
+    It is compiled once for all sizes ``dynamic``, and for each of ``static``.
+    """
+
+    function: Function
+    more: Callable[[Size, torch.dtype], list[Tensor]] = no_more
+    dynamic: tuple[Size, ...] = SIZES
+    static: tuple[Size, ...] = ()
+
+
+FORMS = {
+    "plain": Form(plain, static=ONES),
+    "grouped heads": Form(grouped),
+    "strided": Form(strided),
+    "causal": Form(causal),
+    "window": Form(window),
+    "soft-cap": Form(soft_cap),
+    "mask": Form(mask, hidden, static=ONES),
+    "blocks": Form(blocks, of_blocks, (), BLOCKS),
+    "padding": Form(padding, of_keys),
+    "safe": Form(safe, hidden),
+    "sink": Form(sink, of_heads),
+    "learned bias": Form(learned_bias, biases, static=ONES),
+    "edge bias": Form(edge_bias, edges),
+    "dropout": Form(dropout, static=ONES),
+    "dropout and mask": Form(causal_dropout, hidden),
+}
 
 # -- the child -----------------------------------------------------------------------------------------------------
 
@@ -242,11 +261,22 @@ def run(form: Form, size: Size, dtype: torch.dtype, compiled: Function) -> None:
 def ours(form: Form, dynamic: bool) -> Function:
     """The form, compiled anew for our kernels."""
     torch._dynamo.reset()
-    options: dict[str, Any] = {"emitters": ("fused",), "strict": True}
+    options: dict[str, Any] = {"emitters": ("fused",), "strict": True, "cost_model": False}
     return torch.compile(form.function, backend="sdpa_rewrite", dynamic=dynamic, options=options)
 
 
-def sweep(forms: Sequence[str], dtypes: Sequence[str], isas: Sequence[str], sizes: Sequence[Size], ones: bool) -> int:
+def runs(form: Form, quick: bool) -> Iterator[tuple[Size, Function]]:
+    """The sizes of a form, each with the function compiled for it; ``quick``: one size."""
+    dynamic, static = form.dynamic, form.static
+    if quick:
+        dynamic, static = dynamic[:1], () if dynamic else static[:1]
+    if dynamic:
+        compiled = ours(form, dynamic=True)
+        yield from ((size, compiled) for size in dynamic)
+    yield from ((size, ours(form, dynamic=False)) for size in static)
+
+
+def sweep(forms: Sequence[str], dtypes: Sequence[str], isas: Sequence[str], quick: bool) -> int:
     """Run all of it; returns how many forms our kernels did not take at all."""
     from torch._inductor import config as inductor
 
@@ -258,12 +288,9 @@ def sweep(forms: Sequence[str], dtypes: Sequence[str], isas: Sequence[str], size
         read_past_an_input()
         for isa, dtype, name in ((i, d, f) for i in isas for d in dtypes for f in forms):
             with inductor.patch(ISAS[isa]), report.collect() as collected:
-                compiled = ours(FORMS[name], dynamic=True)
-                for size in (*sizes, *(ONES if name in WITH_ONES and ones else ())):
+                for size, compiled in runs(FORMS[name], quick):
                     print(f"case {isa} {dtype} {name} {size}", file=sys.stderr, flush=True)
-                    run(
-                        FORMS[name], size, DTYPES[dtype], ours(FORMS[name], dynamic=False) if size in ONES else compiled
-                    )
+                    run(FORMS[name], size, DTYPES[dtype], compiled)
             left = [o for o in collected.sites if o.emitter != "fused"]
             missed += len(left) == len(collected.sites)
             for outcome in left:
@@ -357,9 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             parser.error(f"--{name}: unknown {', '.join(unknown)}")
     if options.inside:
-        return sweep(
-            chosen["forms"], chosen["dtypes"], chosen["isa"], SIZES[: 1 if options.quick else None], not options.quick
-        )
+        return sweep(chosen["forms"], chosen["dtypes"], chosen["isa"], options.quick)
     passed = [f"--{name}={','.join(chosen[name])}" for name in listed]
     clean, text = judged(*child([*passed, *(["--quick"] if options.quick else [])]))
     print(text)
