@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sdpa_rewrite.bench import command, forms, memory, peak, plot, table
+from sdpa_rewrite.bench import command, contenders, forms, memory, peak, plot, table
 from sdpa_rewrite.bench.case import Bar, Case
 from sdpa_rewrite.bench.contenders import difference
 from sdpa_rewrite.bench.forms import Form, Size
@@ -129,12 +129,23 @@ def test_the_difference_is_a_share_of_the_largest_value() -> None:
     assert difference((a * float("nan"),), (b,)) == math.inf
 
 
-def test_the_bars_are_those_of_the_issue_and_hold_for_its_sizes_only() -> None:
+def test_bars_hold_for_the_suites_own_sizes_only() -> None:
     for name, suite in SUITES.items():
         whole = [c for c in suite(Scope()) if c.bars]
-        assert bool(whole) == (name in ("forward", "training", "masks", "short")), name
+        assert bool(whole) == (name in ("forward", "training", "masks", "calls", "short")), name
         assert not any(c.bars for c in suite(Scope(quick=True)))
         assert not any(c.bars for c in suite(Scope(lengths=(128,))))
+
+
+def test_ours_is_given_the_call_in_the_suite_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[object, str]] = []
+    monkeypatch.setattr(contenders, "_compiled", lambda function, backend: given.append((function, backend)))
+    for case in SUITES["calls"](Scope((torch.float32,), quick=True)):
+        contenders.step("ours", case, case.inputs(), None)
+        function, backend = given.pop()
+        assert backend == "sdpa_rewrite"
+        assert (function is case.sdpa) == ("SDPA" in case.name)
+        assert (getattr(function, "__name__", "") == "call") == ("FlexAttention" in case.name)
 
 
 def test_lengths_are_obeyed() -> None:

@@ -38,7 +38,8 @@ class Case:
     """Attention, or a model with attention, on given inputs.
 
     ``inputs`` makes them anew.  ``written`` has the attention written out; ``sdpa`` calls torch's operator in its
-    stead; ``flex`` makes from the inputs a function that calls FlexAttention, to be compiled.
+    stead; ``flex`` makes from the inputs a function that calls FlexAttention, to be compiled.  ``ours``: which of the
+    three our backend is given.
     ``operations``: multiplications and additions of the matrix products, forward and backward.
     """
 
@@ -50,6 +51,7 @@ class Case:
     written: Function
     sdpa: Function | None = None
     flex: Callable[..., Function] | None = None
+    ours: Literal["written", "sdpa", "flex"] = "written"
     training: bool = False
     compile_sdpa: bool = False
     length: int = 0

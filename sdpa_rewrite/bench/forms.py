@@ -152,6 +152,11 @@ def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores(q, k) + bias).masked_fill(far < 0, -INFINITY).softmax(-1) @ v
 
 
+def documents(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """Each query sees its own document."""
+    return scores(q, k).masked_fill(ids[:, None] != ids, -INFINITY).softmax(-1) @ v
+
+
 def soft_cap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal, scores bent below a cap."""
     capped = CAP * torch.tanh(scores(q, k) / CAP)
@@ -206,6 +211,10 @@ def _in_mask(query: Tensor, mask: Tensor) -> Any:
     return lambda b, h, i, j: mask[i, j]
 
 
+def _in_document(query: Tensor, ids: Tensor) -> Any:
+    return lambda b, h, i, j: ids[i] == ids[j]
+
+
 def _in_keys(query: Tensor, mask: Tensor) -> Any:
     return lambda b, h, i, j: mask[b, 0, 0, j]
 
@@ -240,6 +249,12 @@ def _padding(size: Size, dtype: torch.dtype) -> list[Tensor]:
     return [(torch.arange(size.columns) < lengths[:, None])[:, None, None, :]]
 
 
+def _ids(size: Size, dtype: torch.dtype) -> list[Tensor]:
+    """Seven documents, of lengths that are multiples of nothing."""
+    ends = torch.linspace(0, size.columns, 8)[1:-1].long() - 3
+    return [torch.bucketize(torch.arange(size.columns), ends)]
+
+
 FULL = Form("full", full, sdpa_full)
 CAUSAL = Form("causal", causal, sdpa_causal, mask_mod=_is_causal, seen=0.5)
 CAUSAL_DROPOUT = Form("causal, dropout 0.1", causal_dropout, sdpa_dropout, seen=0.5)
@@ -249,5 +264,6 @@ ADDITIVE_MASK = Form(
 )
 PADDING = Form("key padding", bool_mask, sdpa_mask, mask_mod=_in_keys, more=_padding, seen=0.75)
 SLIDING = Form(f"window {WINDOW}", window, sdpa_window, mask_mod=_in_window, seen=0.0)
+DOCUMENTS = Form("documents", documents, mask_mod=_in_document, more=_ids, seen=0.0)
 ALIBI = Form("causal, ALiBi", alibi, sdpa_alibi, score_mod=_less_far, mask_mod=_is_causal, seen=0.5)
 SOFT_CAP = Form("causal, soft-cap", soft_cap, score_mod=_capped, mask_mod=_is_causal, seen=0.5)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -112,6 +113,25 @@ def decode(scope: Scope) -> Iterator[Case]:
                 yield case("decode", forms.FULL, Size(4, 8, rows, 64, keys), dtype, False)
 
 
+def calls(scope: Scope) -> Iterator[Case]:
+    """Attention that is a call already: ours is given the call, and is no slower than it."""
+    for dtype in scope.dtypes:
+        for size in scope.of(Size(1, 8, 2048, 64)):
+            for form in (forms.FULL, forms.CAUSAL):
+                for train in (False, True):
+                    yield _called("sdpa", case("calls", form, size, dtype, train), scope, size)
+            for form in (forms.CAUSAL, forms.SLIDING, forms.DOCUMENTS, forms.ALIBI, forms.SOFT_CAP):
+                for train in (False, True):
+                    yield _called("flex", case("calls", form, size, dtype, train), scope, size)
+
+
+def _called(call: Literal["sdpa", "flex"], case: Case, scope: Scope, size: Size) -> Case:
+    form = f"{case.form}, a call of {'SDPA' if call == 'sdpa' else 'FlexAttention'}"
+    runs = call == "sdpa" or not case.training  # torch trains no FlexAttention on CPU
+    bars = scope.bars(size, Bar("speed", 1 / 1.05, call if runs else "stock"))
+    return replace(case, form=form, ours=call, bars=bars)
+
+
 def short(scope: Scope) -> Iterator[Case]:
     """Where there is little to gain: never slower than stock by more than 5%."""
     settings = [
@@ -163,5 +183,5 @@ def _model(kind: type[Block], batch: int, tokens: int, width: int, heads: int, d
 
 
 SUITES: dict[str, Callable[[Scope], Iterator[Case]]] = {
-    s.__name__: s for s in (forward, training, masks, decode, short, models)
+    s.__name__: s for s in (forward, training, masks, decode, calls, short, models)
 }
