@@ -16,11 +16,12 @@ EMITTERS: dict[str, Emitter] = {e.name: e for e in (Fused(), SDPA(), Flex())}
 
 @dataclass
 class Choice:
-    """The emitter that takes a site, if one does, the reasons of those asked before, and estimated seconds."""
+    """The emitter that takes a site, if one does, the reasons of those asked before, and estimates for ``work``."""
 
     emitter: Emitter | None = None
     against: dict[str, list[str]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    work: costs.Work | None = None
 
 
 def choose(site: Site, now: str = costs.UNFUSED) -> Choice:
@@ -28,8 +29,8 @@ def choose(site: Site, now: str = costs.UNFUSED) -> Choice:
 
     Where nothing is known of the time, as on other devices than CPU, an emitter is taken to be faster.
     """
-    choice = Choice()
     work = costs.work_of(site) if config.cost_model else None
+    choice = Choice(work=work)
     today = costs.estimate(work, now) if work is not None else None
     if today is not None:
         choice.seconds[now] = today

@@ -19,7 +19,7 @@ import torch
 
 from sdpa_rewrite import config
 from sdpa_rewrite.algebra.axes import product
-from sdpa_rewrite.algebra.hints import Hints, estimated, hints_of
+from sdpa_rewrite.algebra.hints import Hints, estimated, hints_of, long
 from sdpa_rewrite.algebra.term import subterms
 from sdpa_rewrite.emit.base import compute_dtype, device_of
 from sdpa_rewrite.emit.programs import drawn
@@ -87,11 +87,15 @@ def is_slower(own: float, today: float) -> bool:
 
 
 def work_of(site: Site) -> Work | None:
-    """What there is to do at a site; None where it is not on CPU."""
+    """What there is to do at a site; None where it is not on CPU.
+
+    Symbolic sizes are those of the first inputs, symbolic lengths at least ``hints.LONG``.
+    """
     if device_of(site).type != "cpu":
         return None
-    known = hints_of(o.node.meta["val"] for o in (site.query, site.key, site.value))
-    rows, columns = estimated(product(site.rows), known), estimated(product(site.columns), known)
+    lengths = product(site.rows), product(site.columns)
+    known = long(hints_of(o.node.meta["val"] for o in (site.query, site.key, site.value)), lengths)
+    rows, columns = (estimated(n, known) for n in lengths)
     shared = [a.size for a in site.batch if a in site.key.axes or a in site.value.axes]
     return Work(
         dtype=str(compute_dtype(site)).removeprefix("torch."),

@@ -12,7 +12,7 @@ from torch.fx import Node
 from sdpa_rewrite import analyse, config, match
 from sdpa_rewrite.authoring import naming, stage
 from sdpa_rewrite.calls import called_sites
-from sdpa_rewrite.choose import EMITTERS, choose, in_words
+from sdpa_rewrite.choose import EMITTERS, Choice, choose, in_words
 from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.costs import UNFUSED
 from sdpa_rewrite.describe import bytes_avoided, disabled, drawn_mask, form_of
@@ -173,7 +173,7 @@ def _rewritten(
         reason = Reason(text, "weight", mask.name, source_line(mask))
         return Outcome("recognised", name, source, site.training, form, reasons=(reason,))
     choice = choose(site, now)
-    emitter, details = choice.emitter, _times(choice.seconds)
+    emitter, details = choice.emitter, _times(site, choice)
     reasons = tuple(Reason(text, role) for role, texts in choice.against.items() for text in texts)
     if emitter is None:
         return Outcome("recognised", name, source, site.training, form, reasons=reasons, details=details)
@@ -188,6 +188,10 @@ def _rewritten(
     return Outcome("fused", name, source, site.training, form, emitter.name, bytes_avoided=avoided, details=details)
 
 
-def _times(seconds: dict[str, float]) -> dict[str, str]:
-    """The estimates in words."""
-    return {"estimated": ", ".join(f"{kind} {in_words(t)}" for kind, t in seconds.items())} if seconds else {}
+def _times(site: Site, choice: Choice) -> dict[str, str]:
+    if not choice.seconds or choice.work is None:
+        return {}
+    text = ", ".join(f"{kind} {in_words(t)}" for kind, t in choice.seconds.items())
+    if all(isinstance(a.size, int) for a in (*site.rows, *site.columns)):
+        return {"estimated": text}
+    return {"estimated": f"{text} (for {choice.work.rows} x {choice.work.columns})"}

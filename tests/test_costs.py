@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import sdpa_rewrite
 from sdpa_rewrite import config, costs, graph_pass, report
+from sdpa_rewrite.algebra.hints import LONG
 from sdpa_rewrite.bench import calibrate as calibration
 from sdpa_rewrite.bench.calibrate import Sample, check, fitted
 from sdpa_rewrite.bench.command import main
@@ -123,7 +124,7 @@ def causal_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("dynamic", [False, True])
 @torch.no_grad()
 def test_the_work_of_a_site(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks by index are counted, and symbolic sizes are those of the first inputs."""
+    """Masks by index are counted; symbolic sizes are those of the first inputs, symbolic lengths are long."""
     found: list[Work] = []
 
     def kept(work: Work, kind: str) -> None:
@@ -137,8 +138,24 @@ def test_the_work_of_a_site(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> N
         return causal_window(q, k, v)
 
     outcome(grouped, q, k, v, dynamic=dynamic)
-    seen = (1 + 2 + 8 * 3) / 100
-    assert found[0] == Work("float32", False, 12, 6, 10, 10, 20, seen, draws=True)
+    if dynamic:
+        seen = (1 + 255 * 3) / (256 * LONG)  # of every fourth row
+        assert found[0] == Work("float32", False, 12, 6, LONG, LONG, 20, seen, draws=True)
+    else:
+        seen = (1 + 2 + 8 * 3) / 100
+        assert found[0] == Work("float32", False, 12, 6, 10, 10, 20, seen, draws=True)
+
+
+@torch.no_grad()
+def test_what_is_compiled_for_all_lengths_is_judged_by_long_ones(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    kinds = {"stock": [0, 0, 0, 1.0, 0, 0], "fused": [30_000.0, 0, 0, 0.1, 0, 0]}
+    file.write_text(json.dumps({"any": {"float32": {"forward": kinds}}}))
+    args = inputs()
+    assert outcome(attention, *args, costs=str(file), emitters=("fused",)).status == "recognised"
+    found = outcome(attention, *args, costs=str(file), emitters=("fused",), dynamic=True)
+    assert found.emitter == "fused"
+    assert found.details["estimated"].endswith(f"(for {LONG} x {LONG})")
 
 
 def test_the_key_of_the_caches_changes_with_the_costs(tmp_path: Path) -> None:
