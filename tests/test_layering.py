@@ -24,6 +24,7 @@ ORDER = [
         "verify",
         "seeds",
         "rewrite",
+        "flex_meaning",
         "flex_calls",
         "describe",
         "authoring",
