@@ -243,6 +243,12 @@ def _combined(found: Followed, node: Node) -> Dims | None:
         for k, dim in enumerate(reversed(found.known[source])):
             if dim and not out[-1 - k]:
                 out[-1 - k] = dim
+    for k, dim in enumerate(out):  # put into a larger tensor: the concatenation with a sink, else not of this world
+        if dim and not same_size(product(dim), shape[k]):
+            fits = next(((a,) for a in found.joined if same_size(a.size, shape[k])), None)
+            if fits is None:
+                return None
+            out[k] = fits
     missing = [k for k, size in enumerate(shape) if not out[k] and not same_size(size, 1)]
     if len(missing) > 1:
         return None

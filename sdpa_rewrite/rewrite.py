@@ -25,11 +25,13 @@ from sdpa_rewrite.algebra.term import subterms
 from sdpa_rewrite.emit.arrange import Sizes, Unavailable, arrange, restrided, same_shapes, same_strides
 from sdpa_rewrite.emit.base import Emitter, Inputs
 from sdpa_rewrite.lift.layout import push
-from sdpa_rewrite.lift.ops import LAYOUT, is_call, opname
+from sdpa_rewrite.lift.ops import LAYOUT, is_call, is_pointwise, opname
 from sdpa_rewrite.site import Gradient, Operand, Site
 from sdpa_rewrite.twins import described, moved
 
 NOT_CARRIED = frozenset({"val", "tensor_meta", "unbacked_bindings", "eager_input_vals", "original_aten", "from_node"})
+STRIDED = frozenset({"as_strided", "as_strided_scatter", "view_as_complex", "view_as_real", "set_"})
+"""Operators whose results depend on the strides of what they read."""
 SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
@@ -112,7 +114,7 @@ def rewrite(
     splice = Splice(graph)
     try:
         outputs = insert(splice, site.result.node, traced, result.node, [g.result.node for g in gradients], order)
-        check(outputs, traced.results)
+        check(outputs, traced.results, forward=1)
         for old, new in zip(traced.results, outputs, strict=True):
             splice.move_readers(old.node, new)
         dead = unread([old.node for old in traced.results])
@@ -211,22 +213,38 @@ def _gradient(gradient: Gradient, value: Tensor | None, role: Operand, sizes: Si
     like = gradient.result.node.meta["val"]
     if value is None:
         raise Refused(f"the replacement has no gradient for {gradient.role}")
-    return laid(arrange(value, role.dims, gradient.result.dims, sizes).to(like.dtype), gradient.result.node)
+    found = arrange(value, role.dims, gradient.result.dims, sizes).to(like.dtype)
+    return laid(found, gradient.result.node, gradient=True)
 
 
-def laid(x: Tensor, node: Node) -> Tensor:
+def laid(x: Tensor, node: Node, gradient: bool = False) -> Tensor:
     """``x`` with the strides of ``node``, unless these are those of a part of a larger tensor and nobody minds."""
     try:
         return restrided(x, node.meta["val"])
     except Unavailable:
-        if takes_any_strides(node):
-            return x
+        if takes_any_strides(node, gradient):
+            return x.contiguous()  # which every view takes that a part of a larger tensor takes
         raise
 
 
-def takes_any_strides(node: Node) -> bool:
-    """Whether all that reads ``node`` computes the same from any strides, and chooses those of its result itself."""
-    return all(is_call(user) and opname(user) in ("sum", "mean", "amax") for user in node.users)
+def takes_any_strides(node: Node, gradient: bool) -> bool:
+    """Whether all that reads ``node``, views of it included, computes the same from any strides.
+
+    A ``gradient`` may be returned: autograd takes it in any layout.
+    """
+    stack, seen = [node], {node}
+    while stack:
+        for user in stack.pop().users:
+            if user.op == "output" and gradient:
+                continue
+            if not is_call(user) or not isinstance(user.target, torch._ops.OpOverload):
+                return False
+            if user.target.namespace not in ("aten", "prims") or opname(user) in STRIDED:
+                return False
+            if (is_pointwise(user) or user.target.is_view or opname(user) in LAYOUT) and user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return True
 
 
 def decompositions() -> dict[Any, Any]:
@@ -340,9 +358,12 @@ def _adopt(splice: Splice, module: GraphModule, node: Node) -> None:
     node.target = name
 
 
-def check(outputs: Iterable[Node], originals: Iterable[Operand]) -> None:
-    """Each new value has the shape, type, device and strides of the old.  Raises ``Refused``."""
-    for new, old in zip(outputs, originals, strict=True):
+def check(outputs: Iterable[Node], originals: Iterable[Operand], forward: int) -> None:
+    """Each new value has the shape, type, device and strides of the old; the first are ``forward``, then gradients.
+
+    Raises ``Refused``.
+    """
+    for k, (new, old) in enumerate(zip(outputs, originals, strict=True)):
         a, b = new.meta["val"], old.node.meta["val"]
         for what, x, y, same in (
             ("shape", shape_of(a), shape_of(b), same_shapes(a, b)),
@@ -351,7 +372,7 @@ def check(outputs: Iterable[Node], originals: Iterable[Operand]) -> None:
         ):
             if not same:
                 raise Refused(f"the replacement of {old.node.name} has {what} {x} instead of {y}")
-        if not same_strides(a, b) and not takes_any_strides(old.node):
+        if not same_strides(a, b) and not takes_any_strides(old.node, gradient=k >= forward):
             raise Refused(f"the replacement of {old.node.name} has strides {a.stride()} instead of {b.stride()}")
 
 

@@ -150,11 +150,11 @@ def test_a_refused_replacement_is_taken_out_again(
 def test_another_site_of_the_graph_is_still_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, calls = rewrite.check, []
 
-    def first_fails(*args: Any) -> None:
+    def first_fails(*args: Any, **options: Any) -> None:
         calls.append(args)
         if len(calls) == 1:
             raise Broken("injected")
-        plain(*args)
+        plain(*args, **options)
 
     monkeypatch.setattr(rewrite, "check", first_fails)
 

@@ -51,6 +51,10 @@ REDUCTIONS: Mapping[str, Callable[[Tensor, list[int]], Tensor]] = {
     "all": lambda x, d: x.to(torch.bool).all(d, keepdim=True),
 }
 
+BITWISE = frozenset(
+    getattr(torch.ops.aten, f"bitwise_{name}") for name in ("and", "or", "xor", "not", "left_shift", "right_shift")
+)
+
 
 class World(ABC):
     """Sizes and values.  ``order`` lists the axes that tensors have, outermost first."""
@@ -153,6 +157,8 @@ def _value(term: Term, args: list[Tensor], world: World) -> Tensor:
 
 
 def _call(target: Any, template: Any, args: list[Tensor]) -> Tensor:
+    if getattr(target, "overloadpacket", None) in BITWISE:  # in a small instance integers are floats
+        args = [x.to(torch.int64) if x.is_floating_point() else x for x in args]
     positional, named = pytree.tree_map_only(
         Slot, lambda s: args[s.position], template, is_leaf=lambda x: isinstance(x, Slot)
     )

@@ -49,7 +49,7 @@ def put_in(
         nodes = [c.node for c in claims]
         first = min((r.node for r in results), key=order.__getitem__)
         outputs = rewrite.insert(splice, region.roots[0].node, traced, first, nodes, order)
-        rewrite.check(outputs, traced.results)
+        rewrite.check(outputs, traced.results, forward=len(results))
         for old, new in zip(traced.results, outputs, strict=True):
             splice.move_readers(old.node, new)
         graph.lint()

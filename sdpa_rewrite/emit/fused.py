@@ -8,6 +8,7 @@ statistics.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from sdpa_rewrite.algebra.term import Term, Terms, contains, subterms
 from sdpa_rewrite.emit.base import Inputs, compute_dtype, device_of, dtype_of, inlines
 from sdpa_rewrite.emit.heads import Heads, heads_of, in_groups
 from sdpa_rewrite.emit.programs import Programs, drawn
-from sdpa_rewrite.emit.rows import logit_dtype, row_factor
+from sdpa_rewrite.emit.rows import logit_dtype, other_infinities, row_factor, zeroed
 from sdpa_rewrite.emit.scalars import SCALAR
 from sdpa_rewrite.emit.scale import finite_number, leading_factor
 from sdpa_rewrite.emit.visible import visibility
@@ -113,7 +114,7 @@ def _programs(site: Site, inputs: Inputs, heads: Heads) -> tuple[Programs, tuple
         inputs=tuple(programs.inputs),
         learned=tuple(programs.learned_inputs),
         scale=scale,
-        safe=site.softmax == "safe" or site.sink is not None,
+        safe=site.softmax == "safe" or site.sink is not None or zeroed(site) is not None,
         floor=seen.floor,
         **parts,
     )
@@ -204,14 +205,23 @@ def _row_share(site: Site, inputs: Inputs, dims: Dims, maximum: Tensor, total: T
     if factor is not None and factor is not site.terms.number(1.0):
         rows = _per_row(site, inputs, dims, factor)
         share = rows if share is None else share * rows
+    zero = zeroed(site)
+    if zero is not None and site.softmax != "safe" and site.sink is None:
+        nothing = _over_columns(site, inputs, dims, zero).all(-1)
+        share = torch.where((maximum == -INFINITY) & ~nothing, math.nan, 1.0)
     return share
 
 
 def _per_row(site: Site, inputs: Inputs, dims: Dims, term: Term) -> Tensor:
     """A term that does not vary along the columns, as (batch, heads, group, rows), of size one where it is constant."""
+    return _over_columns(site, inputs, dims, term)[..., 0]
+
+
+def _over_columns(site: Site, inputs: Inputs, dims: Dims, term: Term) -> Tensor:
+    """A term as (batch, heads, group, rows, columns), of size one where it is constant."""
     groups = (*dims, site.columns)
     world = inputs.world(site, list(atoms_of(groups)), logit_dtype(inputs))
-    return in_groups(groups, evaluate(term, world), world)[..., 0]
+    return in_groups(groups, evaluate(term, world), world)
 
 
 # -- reasons -------------------------------------------------------------------------------------------------
@@ -243,6 +253,8 @@ def _program_reasons(site: Site) -> list[str]:
         if any(t.op == "hole" and t.attr in learned for t in subterms(factor)):
             reasons.append("what the probabilities are multiplied by needs a gradient")
         reasons += _random_reasons(site, factor)
+    if site.training and zeroed(site) is not None and (others := other_infinities(site)):
+        reasons.append(f"a row of -inf by {others[0]}, which is set to 0 in part, has NaN in part of a gradient")
     if any(drawn(c) for c in site.captures if _reads(site.score, c.name)):
         reasons.append("the score program draws random numbers")
     return reasons

@@ -204,6 +204,9 @@ class Lifter:
         return self.request(node, mine)
 
     def _lift(self, node: Node, dims: Dims) -> Term:
+        if node.op == "get_attr" and not dims:
+            written = pointwise.written(self, node)
+            return self.leaf(node, dims) if written is None else written
         if not is_call(node) or node in self._closed:
             return self.leaf(node, dims)
         name = opname(node)

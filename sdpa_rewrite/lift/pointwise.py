@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from sdpa_rewrite.algebra.axes import Dims, Irregular, size_of
 from sdpa_rewrite.algebra.term import Slot, Term
+from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.lift.ops import CASTS, argument, opname, value_of
 
 if TYPE_CHECKING:
@@ -204,6 +205,16 @@ def constant(lifter: Lifter, node: Node, name: str) -> Term:
     else:
         value = lifter.terms.number(1.0 if name.startswith("ones") else 0.0)
     return rounded(lifter, value, dtype)
+
+
+def written(lifter: Lifter, node: Node) -> Term | None:
+    """The number in a ``torch.tensor(number)`` of the program, which the graph holds as a constant of its own."""
+    owner = node.graph.owning_module
+    value = getattr(owner, str(node.target), None)
+    if type(value) is not torch.Tensor or value.dim() or value.device.type != "cpu" or value.is_complex():
+        return None
+    with clean_room():
+        return rounded(lifter, lifter.terms.number(value.item()), value.dtype)
 
 
 def iota(lifter: Lifter, node: Node, dims: Dims) -> Term:

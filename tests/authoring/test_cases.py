@@ -135,7 +135,7 @@ def test_a_gradient_that_is_changed_far_away_only_is_no_gradient_of_the_pattern(
 
 
 def test_a5_a_replacement_that_does_not_fit_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    def misfit(*_: Any) -> None:
+    def misfit(*_: Any, **__: Any) -> None:
         raise Refused("it does not fit")
 
     monkeypatch.setattr("sdpa_rewrite.rewrite.check", misfit)
