@@ -87,6 +87,27 @@ def test_M3_M4_dynamic_shapes_and_a_scale_made_of_a_size(scale: Callable[[Any], 
     assert statuses(told) == ["fused"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("form", ["scores", "quotient", "both operands"])
+def test_a_number_of_pythons_that_may_change(form: str, grad: bool, dtype: torch.dtype) -> None:
+    """Under dynamic shapes Dynamo makes it a float64 tensor, which is cast down anew at each of its uses."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 0.3
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if form == "both operands":
+                return ((q * self.scale) @ (k * self.scale).mT).softmax(-1) @ v
+            s = q @ k.mT
+            return (s * self.scale if form == "scores" else s / self.scale).softmax(-1) @ v
+
+    told = same_as_eager(Attention(), *qkv(s=7, grad=grad, dtype=dtype), dynamic=True)
+    assert statuses(told) == ["fused"]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_M5_a_causal_mask_sliced_out_of_a_buffer(dynamic: bool) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor, buffer: Tensor) -> Tensor:

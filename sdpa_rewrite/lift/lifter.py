@@ -116,6 +116,7 @@ class Lifter:
         self.hints: dict[Any, Dim] = {}  # axes for reduced dimensions, where the reader of the backward knows them
         self._seen: dict[Node, Dims] = {}
         self.asked: dict[Term, tuple[Node, Dims]] = {}
+        self.narrowed: dict[tuple[Any, torch.dtype], Node] = {}  # casts that are leaves, by what they cast and to what
         self._closed: set[Node] = set()  # operands of contractions: read as leaves everywhere
 
     def request(self, node: Node, dims: Dims) -> Term:
@@ -151,6 +152,10 @@ class Lifter:
     def close(self, nodes: Iterable[Node]) -> None:
         """Read ``nodes`` as leaves everywhere."""
         self._closed |= set(nodes)
+
+    def is_scalar(self, term: Term) -> bool:
+        """Whether ``term`` is a closed tensor of one number: a number as good as any."""
+        return term.op == "leaf" and not term.axes and term.attr[0] in self._closed and not value_of(term.attr[0]).dim()
 
     def leaf(self, node: Node, dims: Dims) -> Term:
         """``node`` as a tensor that is not looked into."""

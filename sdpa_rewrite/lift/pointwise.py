@@ -144,8 +144,15 @@ BOUNDED = frozenset({"exp", "tanh", "eq", "ne", "lt", "le", "float"})  # of any 
 
 
 def _narrowed(lifter: Lifter, node: Node, dims: Dims, x: Term) -> Term:
-    """A cast to a type of smaller range keeps the term, but a fill that it rounds to infinity becomes infinite."""
+    """A cast to a type of smaller range keeps the term, but a fill that it rounds to infinity becomes infinite.
+
+    What may be such a fill is a leaf: the same one for each cast of it, in the backward too.  (A float that may change
+    is a float64 tensor, which Dynamo casts anew at each use.)
+    """
     source, target = value_of(node.args[0]).dtype, value_of(node).dtype
+    kept = lifter.narrowed.get((node.args[0], target))
+    if kept is not None:
+        return lifter.leaf(kept, dims)
     limit = torch.finfo(target).max
     if torch.finfo(source).max <= limit or lifter.backward:
         return x
@@ -154,10 +161,11 @@ def _narrowed(lifter: Lifter, node: Node, dims: Dims, x: Term) -> Term:
     if x.op == "where":
         chosen = (rounded(lifter, a, target) if a.op == "number" else a for a in x.args[1:])
         x = lifter.terms.call("where", x.args[0], *chosen)
-    if not any(_exceeds(t, limit) for t in _unbounded(x)):
+    if not any(_exceeds(t, limit) for t in _unbounded(x)) or lifter.is_scalar(x):
         return x
     if node in lifter.interior:
         raise Irregular(f"a cast to {target} may turn a finite fill into infinity")
+    lifter.narrowed[node.args[0], target] = node
     return lifter.leaf(node, dims)
 
 

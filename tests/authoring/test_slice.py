@@ -33,6 +33,16 @@ def test_symbolic_sizes(spelling: Callable[..., Tensor], grad: bool) -> None:
     assert ran(spelling, *forms.tensors(grad=grad), dynamic=True) == ["pattern gated"]
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_a_number_that_may_change(grad: bool) -> None:
+    number = 0.3  # under dynamic shapes a float64 tensor in the graph, cast down at each use
+
+    def function(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return ((q @ k.mT) * number).softmax(-1) @ v * g.sigmoid()
+
+    assert ran(function, *forms.tensors(grad=grad), dynamic=True) == ["pattern gated"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_half_types_and_a_batch_of_one(batch: int, dtype: torch.dtype) -> None:
