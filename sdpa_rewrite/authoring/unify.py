@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -231,14 +232,39 @@ class Unifier:
 
     def _sum(self, p: Term, g: Term, found: Found) -> Iterator[Found]:
         wanted, constant = self._addends(self.pattern, p)
-        sums = [(given, theirs) for given, theirs in self._sums(g, len(wanted)) if len(given) == len(wanted)]
+        ways = list(self._sums(g, len(wanted)))
+        sums = [(given, theirs) for given, theirs in ways if len(given) == len(wanted)]
         for given, theirs in sums:
             if may_equal(constant, theirs):
                 yield from self._assign(wanted, given, self._equal(constant, theirs, found, p, g).another())
             else:
                 self._fail(found, p, g, f"{theirs} is added, not {constant}")
-        if not sums:
+        numbered = list(self._numbered(wanted, constant, ways, found))
+        for rest, given, bound in numbered:
+            yield from self._assign(rest, given, bound)
+        if not sums and not numbered:
             self._fail(found, p, g, "no sum of this many parts")
+
+    def _numbered(
+        self, wanted: list[Term], constant: Number, ways: list[tuple[list[Term], Number]], found: Found
+    ) -> Iterator[tuple[list[Term], list[Term], Found]]:
+        """Ways in which a number that the graph adds is what a scalar of the pattern stands for; 0 where none is added.
+
+        The addends that are left of the pattern and of the graph, and what is found.
+        """
+        if isinstance(constant, sympy.Basic):  # of the pattern's sizes, which are not known yet
+            return
+        for k, addend in enumerate(wanted):
+            factors = self._factors(addend)
+            scalars = [f.term for f in factors.items if self._is_scalar(f.term) and not f.below]
+            if len(scalars) != 1 or len(factors.items) != 1 or may_equal(factors.number, 0):
+                continue
+            name = self.parameters[scalars[0].attr[0]].name
+            rest, known = [*wanted[:k], *wanted[k + 1 :]], found.scalars.get(name)
+            for given, theirs in sorted(ways, key=lambda way: may_equal(way[1], constant)):
+                value = self.graph.terms.number((theirs - constant) / factors.number)
+                if len(given) == len(rest) and (known is None or same_value(known, value)):
+                    yield rest, given, found.another(scalars={**found.scalars, name: value})
 
     def _addends(self, opener: Opener, term: Term) -> tuple[list[Term], Number]:
         """All addends, and the numbers among them added up."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sdpa_rewrite import Pattern, PatternError, Program, Scalar, pattern, patterns
+from sdpa_rewrite.testing import assert_misses, assert_rewrites
 from tests.harness import reasons, same_as_eager, statuses
 
 Q, K, V = Annotated[Tensor, "b h i d"], Annotated[Tensor, "b h j d"], Annotated[Tensor, "b h j e"]
@@ -142,6 +143,39 @@ def test_another_scale_is_another_form() -> None:
     with patterns.scope(padded):
         collected = same_as_eager(function, *args, torch.ones(2, 8, dtype=torch.bool))
     assert [o.emitter for o in collected.sites] == ["fused"]
+
+
+@pattern(register=False)
+def shifted(q: Q, k: K, v: V, shift: Scalar) -> Tensor:
+    """Linear attention over scores that are shifted by a number."""
+    return (q @ k.mT - shift).tanh() @ v
+
+
+@shifted.replace
+def shifted_again(q: Tensor, k: Tensor, v: Tensor, shift: Scalar) -> Tensor:
+    return torch.tanh(torch.einsum("bhid,bhjd->bhij", q, k) - shift) @ v
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("number", [0.5, -1, 0.0])
+def test_a_scalar_may_be_a_number_that_is_added(number: float, grad: bool, dynamic: bool) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.tanh(q @ k.mT - number) @ v
+
+    args = [torch.randn(2, 3, 8, 6, requires_grad=grad) for _ in range(3)]
+    assert told(shifted, function, *args, dynamic=dynamic) == ["pattern shifted"]
+
+
+def test_a_scalar_that_is_added_twice_is_one_number() -> None:
+    @pattern(register=False)
+    def both(q: Q, k: K, v: V, c: Scalar) -> Tensor:
+        return (q @ k.mT + 3.0 - 2.0 * c).relu() @ v + c
+
+    both.replace(lambda q, k, v, c: both(q, k, v, c))
+    args = [torch.randn(2, 3, 8, 6) for _ in range(3)]
+    assert_rewrites(lambda q, k, v: (q @ k.mT + 2.4).relu() @ v + 0.3, args, by="both", patterns=[both])
+    assert_misses(lambda q, k, v: (q @ k.mT + 2.4).relu() @ v + 0.4, args, patterns=[both])
 
 
 def plain(q: Tensor) -> Tensor:
