@@ -31,6 +31,7 @@ from sdpa_rewrite.authoring.mutation import Mutant, mutants
 from sdpa_rewrite.authoring.parameters import Variant
 from sdpa_rewrite.authoring.pattern import Pattern
 from sdpa_rewrite.authoring.replace import small_inputs
+from sdpa_rewrite.authoring.trial import obstacle
 from sdpa_rewrite.outcome import Outcome
 from sdpa_rewrite.report import Report
 
@@ -256,7 +257,8 @@ def _matches_its_own(pattern: Pattern, variant: Variant, case: Case, scalars: Ma
         return str(error)
     own = [o for o in sites if pattern.name in names_of(o)]
     if not own:
-        return f"it does not match its own trace: {'; '.join(r for o in sites for r in _reasons(o)) or 'no candidate'}"
+        why = "; ".join(r for o in sites for r in _reasons(o)) or obstacle(pattern, scalars) or "no candidate"
+        return f"it does not match its own trace: {why}"
     if pattern.replacement is not None and not any(o.emitter == f"pattern {pattern.name}" for o in own):
         return f"not rewritten: {'; '.join(r for o in own for r in _reasons(o))}"
     return ""

@@ -31,8 +31,10 @@ from sdpa_rewrite.authoring.lifted import lifted_variants
 from sdpa_rewrite.authoring.parameters import Parameter, PatternError, Variant
 from sdpa_rewrite.authoring.pattern import Match, MatchedScalar, MatchedTensor, NoMatch, Pattern
 from sdpa_rewrite.authoring.trace import axes_that_agree
+from sdpa_rewrite.authoring.trial import obstacle
 from sdpa_rewrite.lift.ops import CASTS, is_call, opname, value_of
 
+SOME_NUMBER = 0.37  # for a scalar of which there is only an example
 DROPOUTS = (F.dropout, torch.dropout, torch.native_dropout)
 
 
@@ -70,6 +72,7 @@ def adopt(
     made.replace(replace_fn)
     if extra_check is not None:
         made.check(_Check(search_fn, extra_check))
+    _try_numbers(made, numbers)
     return registry.register(made) if register else made
 
 
@@ -176,6 +179,18 @@ class _Probabilities(TorchFunctionMode):
             self.found.add(self.scalars[id(given["p"])])
             return given["input"]
         return func(*args, **(kwargs or {}))
+
+
+def _try_numbers(pattern: Pattern, numbers: Mapping[str, float]) -> None:
+    """Raise ``PatternError`` where the pattern is found with 0-d tensors for its scalars, and not with numbers.
+
+    Some operators have a form of their own for a number (``pow``), which no program with numbers has in common with it.
+    """
+    scalars = {p.name: numbers.get(p.name, SOME_NUMBER) for p in pattern.parameters if p.kind == "scalar"}
+    told = obstacle(pattern, scalars) if scalars else ""
+    if told and not obstacle(pattern, {}):
+        given = ", ".join(f"{name}={value:g}" for name, value in scalars.items())
+        raise PatternError(f"{pattern.name}: with numbers ({given}) it is another form: {told}")
 
 
 # -- checks ---------------------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def size(pattern: LiftedPattern) -> int:
     unifier = Unifier(pattern.opener, pattern.parameters, pattern.roots, pattern.opener)
     found = Found()
     for root in pattern.roots:
-        found = next(unifier.unify(root, root, found))
+        found = next(unifier.unify(root, root, found), found)  # none where it cannot be read
     return found.size
 
 

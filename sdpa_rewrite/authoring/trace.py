@@ -21,12 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.overrides import TorchFunctionMode
 
 from sdpa_rewrite.authoring.hole import program_op
 from sdpa_rewrite.authoring.parameters import Parameter, PatternError, Variant
 from sdpa_rewrite.cleanroom import clean_room
+from sdpa_rewrite.lift.ops import source_line
 
 HINTS = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)  # sizes that stand for unknown ones while tracing
 
@@ -68,20 +69,26 @@ def traced(
     with mode:
         examples = [_example(p, sizes) for p in order]
 
+    scalars: dict[int, str] = {}
+
     def body(*values: Any) -> Any:
+        scalars.update((id(x), p.name) for p, x in zip(order, values, strict=True) if p.kind == "scalar")
         given = dict(variant.fixed)
         given |= {p.name: functools.partial(_program, p.name) for p in variant.parameters if p.kind == "program"}
         given |= {p.name: x for p, x in zip(order, values, strict=True)}
         return function(**given)
 
     try:
-        with mode, torch.no_grad(), _symbolic_roots(), _lines(), enable_python_dispatcher():
+        with mode, torch.no_grad(), _symbolic_roots(), _lines(scalars), enable_python_dispatcher():
             module = make_fx(body, dict(select_decomp_table()), tracing_mode="real")(*examples)
     except PatternError:
         raise
+    except _NotOpen as error:
+        raise PatternError(f"{name}: {error}{_authors_line(error)}") from error
     except Exception as error:
         raise PatternError(f"{name}: its function cannot be traced: {_why(error, function, sizes)}") from error
     module.graph.eliminate_dead_code()
+    _leave_open(name, module.graph, dict(zip(module.graph.find_nodes(op="placeholder"), order, strict=True)))
     for axis, size in sizes.items():
         if any_size and not isinstance(env.replace(size.node.expr), sympy.Symbol):
             raise PatternError(f"{name}: its function fixes the axis {axis} to one size; axes may have any")
@@ -104,9 +111,47 @@ def _why(error: Exception, function: Callable[..., Any], sizes: Mapping[str, Any
         text = "it asks for a scalar's value; what Python decides upon is declared as a choice (Literal, bool)"
     for axis, size in sizes.items():
         text = re.sub(rf"\b{size.node.expr}\b", axis, text)
+    return f"{type(error).__name__}: {text}{_authors_line(error)}"
+
+
+def _authors_line(error: Exception) -> str:
+    """The author's line that ``error`` comes from, in brackets."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_AUTHORS)]
-    at = f" ({own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else ""
-    return f"{type(error).__name__}: {text}{at}"
+    return f" ({own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else ""
+
+
+def _leave_open(name: str, graph: Graph, parameters: Mapping[Node, Parameter]) -> None:
+    """Give an operator that asked for a scalar's number the scalar itself, a 0-d tensor, so that it may be any number.
+
+    Raises ``PatternError`` where the operator takes numbers only.
+    """
+    for number in graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
+        (scalar,) = number.args
+        for user in number.users:
+            if not _takes_a_tensor(user, number):
+                known = parameters[scalar].name if scalar in parameters else "a scalar"
+                written = user.meta.get("original_aten") or user.target  # before it was decomposed
+                raise PatternError(f"{name}: {_takes_a_number(written, known)} ({source_line(user)})")
+        number.replace_all_uses_with(scalar)
+        graph.erase_node(number)
+
+
+def _takes_a_tensor(user: Node, number: Node) -> bool:
+    """Whether ``number`` stands only where ``user`` takes tensors."""
+    if not isinstance(user.target, torch._ops.OpOverload) or number in user.kwargs.values():
+        return False
+    declared = user.target._schema.arguments
+    takers = [d for d, a in zip(declared, user.args, strict=False) if a is number]
+    return bool(takers) and all(isinstance(d.type, torch.TensorType) for d in takers)
+
+
+def _takes_a_number(operator: Any, scalar: str) -> str:
+    """Why a pattern cannot leave ``scalar`` open where ``operator`` takes it."""
+    called = getattr(operator, "_opname", None) or getattr(operator, "__name__", str(operator))
+    return (
+        f"{called} takes {scalar} as a number of Python's, which cannot be left open; "
+        "write it with operators that take tensors, or declare the numbers that it may be as a choice (Literal)"
+    )
 
 
 def _when(variant: Variant) -> str:
@@ -156,21 +201,42 @@ def _program(name: str, x: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _lines() -> Iterator[None]:
-    """Nodes that are traced in the block know the line of the author's that called the operator."""
-    with fx_traceback.preserve_node_meta(), _Lines():
+def _lines(scalars: Mapping[int, str]) -> Iterator[None]:
+    """Nodes that are traced in the block know the line of the author's that called the operator.
+
+    Raises ``_NotOpen`` where an operator asks for the value of one of ``scalars``, names by the identity of a tensor.
+    """
+    with fx_traceback.preserve_node_meta(), _Lines(scalars):
         yield
 
 
+class _NotOpen(Exception):
+    """An operator takes the value of a scalar that is to stand for any; the message says which, and what to do."""
+
+
 class _Lines(TorchFunctionMode):
+    def __init__(self, scalars: Mapping[int, str]) -> None:
+        super().__init__()
+        self.scalars = scalars
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_AUTHORS):
-            frame = frame.f_back
-        if frame is not None:
-            code = frame.f_code
-            fx_traceback.set_stack_trace([f'File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}'])
-        return _with_scalars(func, args, kwargs or {})
+        _note_line(sys._getframe(1))
+        try:
+            return _with_scalars(func, args, kwargs or {})
+        except GuardOnDataDependentSymNode as error:
+            asked = [self.scalars[id(x)] for x in (*args, *(kwargs or {}).values()) if id(x) in self.scalars]
+            if not asked or func is Tensor.__bool__:  # what Python decides upon has another remedy
+                raise
+            raise _NotOpen(_takes_a_number(func, asked[0])) from error
+
+
+def _note_line(frame: FrameType | None) -> None:
+    """Let the nodes that are made next know the author's line among ``frame`` and its callers."""
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_AUTHORS):
+        frame = frame.f_back
+    if frame is not None:
+        code = frame.f_code
+        fx_traceback.set_stack_trace([f'File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}'])
 
 
 def _with_scalars(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

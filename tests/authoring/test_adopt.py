@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._inductor.fx_passes import fuse_attention
 
 from sdpa_rewrite import Pattern, PatternError, config, explain, patterns
-from sdpa_rewrite.testing import Case, assert_misses, check_pattern
+from sdpa_rewrite.testing import Case, assert_misses, assert_rewrites, check_pattern
 from tests.authoring import forms
 
 # the masks of 15, 17 and 20 are 0 or 1, which only their replacements know; 29 and 30 spell out a safe softmax
@@ -92,10 +92,56 @@ def never(match: Any) -> bool:
     return False
 
 
-def test_another_number_that_an_operator_wants_is_told() -> None:
-    def search(q: Any, k: Any, v: Any, eps: Any) -> Any:
-        return F.layer_norm(q, (16,), eps=eps) @ k.transpose(-2, -1) @ v
+def leaky(q: Any, k: Any, v: Any, slope: Any) -> Any:
+    return F.leaky_relu(q @ k.transpose(-2, -1), slope) @ v
 
+
+def adopted_here(search: Any) -> Pattern:
     examples = [torch.empty(2, 4, 8, 16)] * 3
-    with pytest.raises(PatternError, match=r"search: its function cannot be traced: .*it asks for a scalar's value"):
-        patterns.adopt(search, search, examples, scalar_workaround={"eps": 0.5}, register=False)
+    return patterns.adopt(search, search, examples, scalar_workaround={"slope": 0.1}, name="search", register=False)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_an_operator_that_takes_a_number_is_matched_with_any(grad: bool, dynamic: bool) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.leaky_relu(q @ k.mT, 0.2) @ v
+
+    made, args = adopted_here(leaky), [torch.randn(2, 3, 8, 6, requires_grad=grad) for _ in range(3)]
+    assert_rewrites(function, args, by="search", patterns=[made], dynamic=dynamic)
+
+
+def test_a_replacement_that_wants_a_number_gets_no_tensor() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Tensor:
+        s = q @ k.mT
+        return torch.where(s > 0, s, s * slope) @ v
+
+    args = [*(torch.randn(2, 3, 8, 6) for _ in range(3)), torch.tensor(0.2)]
+    assert_misses(function, args, reason="the replacement failed", patterns=[adopted_here(leaky)])
+
+
+@pytest.mark.parametrize(
+    ("scores", "operator"),
+    [
+        (lambda s, slope: F.elu(s, slope), "elu"),
+        (lambda s, slope: torch.add(s, s.tanh(), alpha=slope), "add"),
+        (lambda s, slope: F.hardtanh(s, -1.0, slope), "hardtanh"),
+        (lambda s, slope: F.layer_norm(s, (8,), eps=slope), "layer_norm"),
+        (lambda s, slope: s * float(slope), "__float__"),
+    ],
+    ids=["elu", "alpha", "hardtanh", "layer_norm", "float"],
+)
+def test_a_number_that_cannot_be_left_open_is_told(scores: Any, operator: str) -> None:
+    def search(q: Any, k: Any, v: Any, slope: Any) -> Any:
+        return scores(q @ k.transpose(-2, -1), slope) @ v
+
+    with pytest.raises(PatternError, match=rf"search: {operator} takes slope as a number .*test_adopt.py:\d+.*lambda"):
+        adopted_here(search)
+
+
+def test_a_scalar_that_makes_another_operator_of_a_number_is_refused() -> None:
+    def search(q: Any, k: Any, v: Any, slope: Any) -> Any:
+        return (q @ k.transpose(-2, -1)).pow(slope) @ v
+
+    with pytest.raises(PatternError, match=r"search: with numbers \(slope=0.1\) it is another form: .*pow"):
+        adopted_here(search)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdpa_rewrite import Pattern, pattern, testing
+from sdpa_rewrite import Pattern, Scalar, pattern, testing
 from sdpa_rewrite.authoring import region, stage
 from sdpa_rewrite.authoring.lifted import lifted_variant
 from sdpa_rewrite.authoring.mutation import mutants
@@ -46,6 +46,16 @@ def test_a_wrong_replacement_that_is_trusted_fails() -> None:
 def test_a_wrong_replacement_that_is_not_trusted_is_no_match() -> None:
     with pytest.raises(AssertionError, match="not rewritten: result 0 of the replacement differs"):
         check_pattern(tripled(3.5), cases=ONE, near_misses=0)
+
+
+def test_what_keeps_it_from_matching_itself_is_told() -> None:
+    @pattern(register=False)
+    def powers(q: Q, k: K, v: V, exponent: Scalar) -> Tensor:
+        return (q @ k.mT).relu().pow(exponent) @ v
+
+    powers.replace(lambda q, k, v, exponent: powers(q, k, v, exponent))
+    with pytest.raises(AssertionError, match=r"not match its own trace: powers .*no pow .*in the pattern: .*exponent"):
+        check_pattern(powers, cases=ONE, near_misses=0)
 
 
 def test_a_near_miss_that_is_the_form_fails() -> None:
