@@ -13,6 +13,7 @@ Nothing here generates code: graphs run operator by operator, so a test costs a 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 import warnings
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from sdpa_rewrite import config, graph_pass, report
-from sdpa_rewrite.authoring import registry
+from sdpa_rewrite.authoring import registry, stage
 from sdpa_rewrite.authoring.lifted import lifted_variant
 from sdpa_rewrite.authoring.mutation import Mutant, mutants
 from sdpa_rewrite.authoring.parameters import Variant
@@ -57,7 +58,7 @@ def assert_rewrites(
     Raises ``AssertionError`` with the whole report.
     """
     told = compare(fn, args, patterns=patterns, dynamic=dynamic)
-    done = [o for o in told.sites if o.status == "fused" and by in ("", o.emitter, o.emitter.removeprefix("pattern "))]
+    done = _rewritten(told, by)
     if len(done) != times:
         raise AssertionError(f"rewritten {len(done)} times{f' by {by}' if by else ''}, not {times}\n{told}")
     return told
@@ -68,16 +69,25 @@ def assert_misses(
     args: Sequence[Any],
     *,
     reason: str = "",
+    by: str = "",
     patterns: Sequence[Pattern] = (),
     dynamic: bool = False,
 ) -> Report:
-    """``fn(*args)`` is not rewritten, for a reason that contains ``reason``, and computes what it did."""
+    """``fn(*args)`` is not rewritten, for a reason that contains ``reason``, and computes what it did.
+
+    ``by``: the pattern or emitter that must not; what a pattern leaves alone another may take.
+    """
     told = compare(fn, args, patterns=patterns, dynamic=dynamic)
-    done = [o for o in told.sites if o.status == "fused"]
+    done = _rewritten(told, by)
     reasons = [r for o in told.sites for r in _reasons(o)]
     if done or (reason and not any(reason in r for r in reasons)):
         raise AssertionError(f"{'rewritten' if done else f'no reason has {reason!r}'}\n{told}")
     return told
+
+
+def _rewritten(told: Report, by: str) -> list[Outcome]:
+    """The places that were rewritten, by a pattern or emitter if one is named."""
+    return [o for o in told.sites if o.status == "fused" and by in ("", o.emitter, o.emitter.removeprefix("pattern "))]
 
 
 def compare(
@@ -85,17 +95,28 @@ def compare(
 ) -> Report:
     """Compile ``fn``, run it on ``args`` forward and backward, and compare with eager.  What became of it.
 
+    ``fn``: a function of tensors, or a module, whose parameters get gradients as those ``args`` do that require one.
     Raises ``AssertionError`` where they differ by more than rounding.
     """
-    with registry.scope(*patterns), report.collect() as collected, warnings.catch_warnings():
+    with registry.scope(*patterns), report.collect() as collected, warnings.catch_warnings(), _thorough():
         warnings.simplefilter("ignore")
         ours = _run(_compiled(fn, dynamic), args)
     eager = _run(fn, args)
-    exact = _run(fn, pytree.tree_map(_in_float64, list(args)))
+    exact = _run(_in_float64(fn), pytree.tree_map(_in_float64, list(args)))
     difference = _difference(ours, eager, exact)
     if difference:
         raise AssertionError(f"{difference}\n{Report(tuple(collected.sites), tuple(collected.failures))}")
     return Report(tuple(collected.sites), tuple(collected.failures), collected.graphs)
+
+
+@contextlib.contextmanager
+def _thorough() -> Iterator[None]:
+    """Somebody reads the diagnosis of what is compiled in the block, as in ``explain``."""
+    token = stage.thorough.set(True)
+    try:
+        yield
+    finally:
+        stage.thorough.reset(token)
 
 
 @dataclass
@@ -386,13 +407,15 @@ def _traced(fn: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
 
 
 def _in_float64(x: Any) -> Any:
+    if isinstance(x, torch.nn.Module):
+        return copy.deepcopy(x).double()
     if isinstance(x, Tensor) and x.is_floating_point():
         return x.detach().to(torch.float64).requires_grad_(x.requires_grad)
     return x
 
 
 def _run(fn: Callable[..., Any], args: Sequence[Any], seed: int = 0) -> list[Tensor | None]:
-    """The results of ``fn`` on copies of ``args``, and the gradients of those that require one."""
+    """The results of ``fn`` on copies of ``args``, and the gradients of the args and parameters that require one."""
 
     def fresh(x: Any) -> Any:
         return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
@@ -400,7 +423,8 @@ def _run(fn: Callable[..., Any], args: Sequence[Any], seed: int = 0) -> list[Ten
     own = pytree.tree_map(fresh, list(args))
     torch.manual_seed(seed)
     results = [x for x in pytree.tree_leaves(fn(*own)) if isinstance(x, Tensor)]
-    wanted = [x for x in pytree.tree_leaves(own) if isinstance(x, Tensor) and x.requires_grad]
+    learned = list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []
+    wanted = [x for x in (*pytree.tree_leaves(own), *learned) if isinstance(x, Tensor) and x.requires_grad]
     roots = [x for x in results if x.requires_grad]
     values: list[Tensor | None] = [x.detach() for x in results]
     if wanted and roots:

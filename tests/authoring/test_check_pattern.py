@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sdpa_rewrite import Pattern, Scalar, pattern, testing
+from sdpa_rewrite import Pattern, Scalar, config, pattern, testing
 from sdpa_rewrite.authoring import region, stage
 from sdpa_rewrite.authoring.lifted import lifted_variant
 from sdpa_rewrite.authoring.mutation import mutants
-from sdpa_rewrite.testing import Case, check_pattern
+from sdpa_rewrite.testing import Case, assert_misses, assert_rewrites, check_pattern
 from tests.authoring import forms
 from tests.authoring.test_declarations import K, Q, V
 
@@ -31,6 +33,48 @@ def tripled(factor: float = 3.0, trusted: bool = False) -> Pattern:
         return F.scaled_dot_product_attention(q, k, v, scale=1.0) * factor
 
     return made
+
+
+class Attention(torch.nn.Module):
+    """An attention with a gate, whose input needs no gradient: its parameters do."""
+
+    def __init__(self, gate: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate = gate
+        self.project = torch.nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, g = self.project(x).unflatten(-1, (4, 1, 4)).movedim(-3, 0).transpose(-2, -3)
+        return ((q @ k.mT) * 0.3).softmax(-1) @ v * self.gate(g)
+
+
+def test_a_module_may_be_asserted_about() -> None:
+    x = torch.randn(2, 6, 8)
+    told = assert_rewrites(Attention(torch.sigmoid), [x], by="gated", patterns=[forms.gated])
+    assert told.sites[0].training
+    with config.patch(cost_model=False):  # the engine takes what the pattern does not
+        assert_misses(Attention(torch.tanh), [x], reason="no sigmoid", by="gated", patterns=[forms.gated])
+    with config.patch(cost_model=False), pytest.raises(AssertionError, match="rewritten"):
+        assert_misses(Attention(torch.tanh), [x], patterns=[forms.gated])
+
+
+def test_the_gradients_of_a_modules_parameters_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Attention(torch.sigmoid)
+    monkeypatch.setattr(testing, "_compiled", lambda fn, dynamic: WithoutGradients(fn))
+    with pytest.raises(AssertionError, match="value 1: an error of"):
+        testing.compare(model, [torch.randn(2, 6, 8)])
+
+
+class WithoutGradients(torch.nn.Module):
+    """A wrong compilation: a gradient of zero."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.model(x)
+        return out.detach() + 0.0 * out
 
 
 def test_how_much_was_tried_is_told() -> None:
