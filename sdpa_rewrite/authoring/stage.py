@@ -27,6 +27,7 @@ from sdpa_rewrite.rewrite import Refused
 from sdpa_rewrite.site import Miss
 
 WORTH_TELLING = 0.3  # of a pattern found, for a near miss to be told where nobody has asked
+WORTH_TELLING_ITS_AUTHOR = 0.2  # ... where the engine fuses the place, which is not what the author wanted
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class Taught:
     def nearest(self, *nodes: Node, least: float = 0.0) -> str:
         """The pattern that came nearest to matching where ``nodes`` are, and what was in its way; in words.
 
-        ``least``: how much of it must have been found.
+        ``least``: how much of it must have been found; of an author's own pattern less is enough.
         """
-        found = [n for n in self.near if n.covers & set(nodes) and n.matched >= least]
+        enough = {True: min(least, WORTH_TELLING_ITS_AUTHOR), False: least}
+        found = [n for n in self.near if n.covers & set(nodes) and n.matched >= enough[_is_own(n)]]
         best = max(found, key=lambda n: (n.refuted, n.matched), default=None)
         return diagnosis(best) if best is not None else ""
 
@@ -68,6 +70,11 @@ class Taught:
             for near in self.near
             if near.refuted and not near.covers & known
         )
+
+
+def _is_own(near: Near) -> bool:
+    """Whether it is a pattern of an author's own, and not of the library."""
+    return not near.pattern.function.__module__.startswith("sdpa_rewrite.patterns.")
 
 
 thorough: ContextVar[bool] = ContextVar("sdpa_rewrite thorough", default=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -129,6 +129,28 @@ def test_the_nearest_of_several_is_told() -> None:
     with patterns.scope(stepwise):
         text = nearest(forms.gated, function, *tensors())
     assert text.startswith("gated (92% of it found): sigmoid: expected sigmoid(gate[b h i e]), got tanh")
+
+
+def test_an_authors_own_pattern_is_told_where_the_engine_fuses() -> None:
+    """He wanted it for this place; a pattern of the library that is as near is no news there."""
+
+    @pattern(register=False)
+    def masked(q: Q, k: K, v: V, gate: V, mask: Annotated[Tensor, "i j"], scale: Scalar) -> Tensor:
+        return ((q @ k.mT) * scale + mask).softmax(-1) @ (v * gate.sigmoid())
+
+    masked.replace(lambda q, k, v, gate, mask, scale: masked(q, k, v, gate, mask, scale))
+
+    def without_mask(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return ((q @ k.mT) * 0.3).softmax(-1) @ (v * g.sigmoid())
+
+    q, k, v, g = (torch.randn(2, 3, n, 4) for n in (7, 5, 5, 5))
+    with config.patch(cost_model=False):
+        (unasked,) = explain(without_mask, q, k, v, g).sites
+        with patterns.scope(masked):
+            (site,) = explain(without_mask, q, k, v, g).sites
+    assert site.status == unasked.status == "fused"
+    assert "nearest pattern" not in unasked.details
+    assert "no sum of this many parts" in site.details["nearest pattern"]
 
 
 def test_a_form_of_fewer_results_is_no_near_miss() -> None:
