@@ -18,7 +18,7 @@ from sdpa_rewrite.authoring.hole import program_op
 from sdpa_rewrite.authoring.opener import Again, Opener
 from sdpa_rewrite.authoring.parameters import Parameter, PatternError, Variant
 from sdpa_rewrite.authoring.pattern import Pattern
-from sdpa_rewrite.authoring.trace import traced
+from sdpa_rewrite.authoring.trace import output_of, traced
 from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.lift.lifter import Axes, CannotWindow, Lifter
 from sdpa_rewrite.lift.ops import CASTS, CONTRACTIONS, LAYOUT, is_call, is_tensor, opname, source_line, value_of
@@ -103,7 +103,7 @@ def _results(name: str, graph: Graph) -> tuple[tuple[Node, ...], tuple[int, ...]
 
     A parameter that is returned, perhaps in another layout, is as it was: there is nothing to replace.
     """
-    returned = pytree.tree_leaves(next(n for n in graph.nodes if n.op == "output").args[0])
+    returned = pytree.tree_leaves(output_of(graph))
     for value in returned:
         if not isinstance(value, Node) or not isinstance(value_of(value), Tensor):
             raise PatternError(f"{name}: a pattern returns tensors, not {value!r}")

@@ -117,8 +117,16 @@ def _parameter(function: Callable[..., Any], name: str, hint: Any, default: Any)
         raise PatternError(
             f"{function.__name__}: {name}: {hint} is none of "
             'Annotated[Tensor, "b h i d"], Scalar, Program, Literal[...], bool, or one of these | None = None'
+            + next((text for kind, text in MEANT if hint is kind), "")
         )
     return Parameter(name, "tensor", _axes(function, name, texts[0]), next(iter(dtypes), None), optional=optional)
+
+
+MEANT = (
+    (Tensor, "; a tensor needs the names of its axes"),
+    (float, "; a number is a Scalar"),
+    (int, "; a number is a Scalar"),
+)
 
 
 def _axes(function: Callable[..., Any], name: str, text: str) -> tuple[Axis, ...]:
@@ -129,7 +137,8 @@ def _axes(function: Callable[..., Any], name: str, text: str) -> tuple[Axis, ...
         elif word.isidentifier():
             axes.append(word)
         else:
-            raise PatternError(f"{function.__name__}: {name}: {word!r} is no name of an axis")
+            what = f"{word!r} is no name of an axis; between names stand spaces"
+            raise PatternError(f"{function.__name__}: {name}: {what}")
     return tuple(axes)
 
 

@@ -23,6 +23,7 @@ from sdpa_rewrite.authoring.certify import result_dims
 from sdpa_rewrite.authoring.parameters import Parameter, Variant
 from sdpa_rewrite.authoring.pattern import Pattern
 from sdpa_rewrite.authoring.region import Region
+from sdpa_rewrite.authoring.trace import authors_line
 from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.emit.arrange import RealWorld, Sizes, Unavailable, arrange, restrided
 from sdpa_rewrite.rewrite import Refused, Splice, Traced
@@ -95,7 +96,8 @@ def _traced(
             try:
                 returned = pytree.tree_leaves(pattern.replacement(**arguments))
             except Exception as error:  # the author's, and no failure of the pass
-                raise Refused(f"the replacement failed: {type(error).__name__}: {error}") from error
+                here = f"; {', '.join(scalars)}: a 0-d tensor here" if scalars else ""
+                raise Refused(f"the replacement failed: {_told(error)}{here}") from error
             outs = [returned[k] for k in region.pattern.kept]
             finals = [_result(region, k, x, results[k], sizes) for k, x in enumerate(outs)]
             if not wanted:
@@ -238,8 +240,12 @@ def _compared(
         except Refused as refused:
             return str(refused)
         except Exception as error:  # an operator that does not run on such an instance says nothing about its values
-            failed = failed or f"{type(error).__name__}: {error}"
-    return f"the replacement could not be compared with the pattern ({failed}); trusted=True skips this"
+            failed = failed or _told(error)
+    return f"the replacement could not be compared with the pattern: {failed}; trusted=True skips this"
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}{authors_line(error)}"
 
 
 def _compare(

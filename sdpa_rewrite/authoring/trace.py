@@ -23,6 +23,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from sdpa_rewrite.authoring.hole import program_op
 from sdpa_rewrite.authoring.parameters import Parameter, PatternError, Variant
@@ -84,14 +85,16 @@ def traced(
     except PatternError:
         raise
     except _NotOpen as error:
-        raise PatternError(f"{name}: {error}{_authors_line(error)}") from error
+        raise PatternError(f"{name}: {error}{authors_line(error)}") from error
     except Exception as error:
-        raise PatternError(f"{name}: its function cannot be traced: {_why(error, function, sizes)}") from error
+        raise PatternError(f"{name}: its function cannot be traced: {_why(error, variant, sizes)}") from error
     module.graph.eliminate_dead_code()
     _leave_open(name, module.graph, dict(zip(module.graph.find_nodes(op="placeholder"), order, strict=True)))
     for axis, size in sizes.items():
         if any_size and not isinstance(env.replace(size.node.expr), sympy.Symbol):
             raise PatternError(f"{name}: its function fixes the axis {axis} to one size; axes may have any")
+    if not any(isinstance(n, Node) for n in pytree.tree_leaves(output_of(module.graph))):
+        raise PatternError(f"{name}: its function returns no tensor" + _when(variant))
     for parameter, node in zip(order, (n for n in module.graph.nodes if n.op == "placeholder"), strict=True):
         if not node.users:
             raise PatternError(f"{name}: {parameter.name} is not used" + _when(variant))
@@ -104,17 +107,23 @@ def traced(
     return module.graph, symbols, [named[p.name] for p in order]
 
 
-def _why(error: Exception, function: Callable[..., Any], sizes: Mapping[str, Any]) -> str:
-    """An error in words that an author knows: sizes by the names of axes, and the author's line."""
+def output_of(graph: Graph) -> Any:
+    """What a graph returns."""
+    return next(iter(graph.find_nodes(op="output"))).args[0]
+
+
+def _why(error: Exception, variant: Variant, sizes: Mapping[str, Any]) -> str:
+    """An error in words that an author knows: sizes by the names of axes, the author's line, and what was declared."""
     text = str(error).split("\n")[0]
     if "data-dependent" in text:
         text = "it asks for a scalar's value; what Python decides upon is declared as a choice (Literal, bool)"
     for axis, size in sizes.items():
         text = re.sub(rf"\b{size.node.expr}\b", axis, text)
-    return f"{type(error).__name__}: {text}{_authors_line(error)}"
+    declared = ", ".join(str(p) for p in variant.parameters if p.kind == "tensor")
+    return f"{type(error).__name__}: {text}{authors_line(error)}; declared are {declared}"
 
 
-def _authors_line(error: Exception) -> str:
+def authors_line(error: Exception) -> str:
     """The author's line that ``error`` comes from, in brackets."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_AUTHORS)]
     return f" ({own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else ""
@@ -251,4 +260,4 @@ def _with_scalars(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return func(*args, **kwargs)
 
 
-_NOT_THE_AUTHORS = (str(Path(torch.__file__).parent), __file__)
+_NOT_THE_AUTHORS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))

@@ -13,7 +13,7 @@ from sdpa_rewrite.authoring.opener import Opener
 from sdpa_rewrite.authoring.parameters import Variant
 from sdpa_rewrite.authoring.pattern import Pattern
 from sdpa_rewrite.authoring.region import Near, regions_at
-from sdpa_rewrite.authoring.trace import traced
+from sdpa_rewrite.authoring.trace import output_of, traced
 from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.lift.lifter import Axes
 
@@ -31,7 +31,7 @@ def _obstacle(lifted: LiftedPattern, numbers: Mapping[str, float]) -> str:
     left = tuple(p for p in lifted.variant.parameters if p.name not in given)
     with clean_room():
         graph, _, _ = traced(lifted.name, lifted.function, Variant(left, {**lifted.variant.fixed, **given}), False)
-        returned = pytree.tree_leaves(next(n for n in graph.nodes if n.op == "output").args[0])
+        returned = pytree.tree_leaves(output_of(graph))
         result = returned[lifted.kept[0]]
         assert isinstance(result, Node)
         found = list(regions_at(lifted, head(result), Opener(Axes()), closely=True))

@@ -102,10 +102,12 @@ class Unifier:
     def _scalar(self, p: Term, g: Term, found: Found) -> Iterator[Found]:
         name = self.parameters[p.attr[0]].name
         known = found.scalars.get(name)
-        if (g.op == "number" or (g.op == "leaf" and not g.axes)) and (known is None or same_value(known, g)):
+        if g.op != "number" and (g.op != "leaf" or g.axes):
+            self._fail(found, p, g, f"{name} is declared a scalar, and this is none")
+        elif known is None or same_value(known, g):
             yield found._replace(scalars={**found.scalars, name: g})
         else:
-            self._fail(found, p, g, "no number, or not the same one again")
+            self._fail(found, p, g, f"{name} is another number elsewhere")
 
     def _tensor(self, p: Term, g: Term, found: Found) -> Iterator[Found]:
         parameter = self.parameters[p.attr[0]]

@@ -186,6 +186,14 @@ def defaulted(q: Q, scale: float = 1.0) -> Tensor:
     return q * scale
 
 
+def typed(q: Q, scale: float) -> Tensor:
+    return q * scale
+
+
+def listed(q: Annotated[Tensor, ["b", "h"]]) -> Tensor:
+    return q + 1
+
+
 def starred(*q: Q) -> Tensor:
     return q[0] + 1
 
@@ -201,10 +209,12 @@ def without_tensors(scale: Scalar) -> Any:
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (plain, "q: <class 'torch.Tensor'> is none of"),
+        (plain, "q: <class 'torch.Tensor'> is none of .*; a tensor needs the names of its axes"),
+        (typed, "scale: <class 'float'> is none of .*; a number is a Scalar"),
+        (listed, "q: .* is none of Annotated"),
         (defaulted, "scale has a default; only an option"),
         (starred, r"\*q.* is not a parameter of one value"),
-        (misspelt, "'h-i' is no name of an axis"),
+        (misspelt, "'h-i' is no name of an axis; between names stand spaces"),
         (without_tensors, "a pattern has at least one tensor"),
     ],
 )

@@ -131,6 +131,17 @@ def test_the_nearest_of_several_is_told() -> None:
     assert text.startswith("gated (92% of it found): sigmoid: expected sigmoid(gate[b h i e]), got tanh")
 
 
+def test_a_scalar_that_should_be_a_tensor_is_told() -> None:
+    @pattern(register=False)
+    def mistaken(q: Q, k: K, v: V, gate: Scalar) -> Tensor:
+        return (q @ k.mT).softmax(-1) @ v * torch.sigmoid(gate)  # type: ignore[arg-type]
+
+    mistaken.replace(lambda q, k, v, gate: mistaken(q, k, v, gate))
+    q, k, v, g = tensors()
+    text = nearest(mistaken, lambda q, k, v, g: (q @ k.mT).softmax(-1) @ v * g.sigmoid(), q, k, v, g)
+    assert "gate: expected gate, got input arg3_1: gate is declared a scalar, and this is none" in text
+
+
 def test_an_authors_own_pattern_is_told_where_the_engine_fuses() -> None:
     """He wanted it for this place; a pattern of the library that is as near is no news there."""
 

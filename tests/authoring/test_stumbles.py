@@ -36,6 +36,14 @@ def unused(q: Q, k: K, v: V, gate: V) -> Tensor:
     return (q @ k.mT).softmax(-1) @ v
 
 
+def glued(q: Annotated[Tensor, "bhid"], k: K, v: V) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def silent(q: Q, k: K, v: V) -> None:
+    (q @ k.mT).softmax(-1) @ v
+
+
 def as_it_is(q: Q) -> Tensor:
     return q.transpose(1, 2)
 
@@ -49,6 +57,8 @@ def as_it_is(q: Q) -> Tensor:
             wrong_axis,
             r"cannot be traced: .*\bd\b.* but got: .*\bj\b.*\(.*test_stumbles.py:.*scores = q @ k",
         ),
+        (glued, r"glued: .*\(.*return \(q @ k.mT\).*\); declared are q: \[bhid\], k: \[b h j d\], v: \[b h j e\]"),
+        (silent, "silent: its function returns no tensor"),
         (unused, "unused: gate is not used"),
         (as_it_is, "as_it_is: it computes nothing: its result is a parameter as it is"),
     ],
@@ -79,6 +89,10 @@ def detached(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, scale: Any) -> Any:
     return right(q, k, v, gate.detach(), scale)
 
 
+def turned(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, scale: Any) -> Any:
+    return q @ k @ gate
+
+
 def refusing(m: Match) -> bool:
     return False
 
@@ -95,6 +109,8 @@ def failing(m: Match) -> None:
             forms.tensor_scale,
             "the replacement failed: TypeError: scaled_dot_product_attention()",
         ),
+        (gated(right), forms.tensor_scale, "scale=scale) * gate.sigmoid()); scale: a 0-d tensor here"),
+        (gated(turned), forms.plain, "return q @ k @ gate); trusted=True skips this"),
         (gated(nothing), forms.plain, "result 0 of the replacement is a NoneType, not a tensor"),
         (gated(detached), forms.plain, "the gradient of gate: only the pattern has one"),
         (gated(right, refusing), forms.plain, "the check refusing returned False: it raises NoMatch to say no"),
