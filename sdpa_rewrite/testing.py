@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from sdpa_rewrite import config, graph_pass, report
 from sdpa_rewrite.authoring import registry, stage
-from sdpa_rewrite.authoring.lifted import lifted_variant
+from sdpa_rewrite.authoring.lifted import lifted_variant, lifted_variants
 from sdpa_rewrite.authoring.mutation import Mutant, mutants
 from sdpa_rewrite.authoring.parameters import Variant
 from sdpa_rewrite.authoring.pattern import Pattern
@@ -204,7 +204,8 @@ def check_pattern(
     scalars: Mapping[str, float] | None = None,
     seed: int = 0,
 ) -> Checked:
-    """All that a pattern must show, and how much was tried.  Raises ``AssertionError`` with every failure.
+    """All that a pattern must show, and how much was tried.  Raises ``AssertionError`` with every failure, and
+    ``PatternError`` where the pattern cannot be read.
 
     - It matches its own function in all ``cases`` (default: both types, inference and training, static and dynamic,
       batch of one and two, contiguous and permuted; for each choice and option), and what runs then computes what the
@@ -216,6 +217,7 @@ def check_pattern(
     """
     values = scalars or {p.name: 0.5 for p in pattern.parameters if p.kind == "scalar"}
     wanted = list(_default_cases() if cases is None else cases)
+    _ = list(lifted_variants(pattern))  # what cannot be read is told as that, not by what fails in a run of it
     inputs = arguments(pattern.variants[0], Case(training=True), values, seed)
     made = list(itertools.islice(_others(pattern, inputs, seed), near_misses))
     failures = [

@@ -69,6 +69,11 @@ def test_a_function_that_is_no_pattern(function: Callable[..., Any], text: str) 
     assert "\n" not in str(told.value)
 
 
+def test_a_check_of_a_pattern_that_cannot_be_read_says_so() -> None:
+    with pytest.raises(PatternError, match="wrong_axis: its function cannot be traced"):
+        check_pattern(pattern(register=False)(wrong_axis))
+
+
 def gated(replacement: Callable[..., Any], check: Callable[[Match], Any] | None = None, **options: Any) -> Pattern:
     made = pattern(register=False, **options)(forms.gated.function)
     made.replace(replacement)
