@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sdpa_rewrite import Pattern, Scalar, config, pattern, testing
-from sdpa_rewrite.authoring import region, stage
+from sdpa_rewrite.authoring import region, registry, stage
 from sdpa_rewrite.authoring.lifted import lifted_variant
 from sdpa_rewrite.authoring.mutation import mutants
-from sdpa_rewrite.testing import Case, assert_misses, assert_rewrites, check_pattern
+from sdpa_rewrite.testing import Case, assert_misses, assert_rewrites, assertions, check_pattern, suite
 from tests.authoring import forms
 from tests.authoring.test_declarations import K, Q, V
 
@@ -60,7 +60,7 @@ def test_a_module_may_be_asserted_about() -> None:
 
 def test_the_gradients_of_a_modules_parameters_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Attention(torch.sigmoid)
-    monkeypatch.setattr(testing, "_compiled", lambda fn, dynamic: WithoutGradients(fn))
+    monkeypatch.setattr(assertions, "compiled", lambda fn, dynamic: WithoutGradients(fn))
     with pytest.raises(AssertionError, match="value 1: an error of"):
         testing.compare(model, [torch.randn(2, 6, 8)])
 
@@ -120,9 +120,9 @@ def test_a_near_miss_that_is_rewritten_fails(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_equivalent_mutant_is_no_near_miss() -> None:
-    inputs = testing.arguments(forms.gated.variants[0], ONE[0], {"scale": 0.5})
+    inputs = suite.arguments(forms.gated.variants[0], ONE[0], {"scale": 0.5})
     every = {m.what for m in mutants(lifted_variant(forms.gated, 0))}
-    other = {m.what for m in testing._others(forms.gated, inputs, 0)}
+    other = {m.what for m in suite._others(forms.gated, inputs, 0)}
     equivalent = {"rescale exp", "negate exp", "double exp", "leave out sub"}  # softmax does not see it
     assert equivalent <= every
     assert not equivalent & other
@@ -134,12 +134,12 @@ def test_a_small_form_has_twenty_near_misses_too() -> None:
     def small(q: Q, k: K, v: V) -> Tensor:
         return (q @ k.mT).relu() @ v
 
-    inputs = testing.arguments(small.variants[0], ONE[0], {})
-    assert len(list(testing._others(small, inputs, 0))) >= 20
+    inputs = suite.arguments(small.variants[0], ONE[0], {})
+    assert len(list(suite._others(small, inputs, 0))) >= 20
 
 
 def test_programs_are_put_into_mutants() -> None:
-    returned = testing.registry._registered["returned_probabilities"]
-    inputs = testing.arguments(returned.variants[0], ONE[0], {})
-    mutant = next(m for m in testing._others(returned, inputs, 0) if m.what.startswith("negate"))
+    returned = registry._registered["returned_probabilities"]
+    inputs = suite.arguments(returned.variants[0], ONE[0], {})
+    mutant = next(m for m in suite._others(returned, inputs, 0) if m.what.startswith("negate"))
     assert all(torch.isfinite(x).all() for x in mutant.function(**inputs))
