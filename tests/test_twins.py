@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sdpa_rewrite import analyse, report
-from tests.harness import compiled
+from tests.harness import compiled, same_as_eager
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -109,3 +109,16 @@ def test_attention_stacked_on_attention(analysed: list[str]) -> None:
         (grad,) = torch.autograd.grad(out.square().sum(), own)
     assert_close([expected.detach(), wanted], [out.detach(), grad])
     assert [o.status for o in seen.sites] == ["fused", "fused"]
+
+
+def test_layers_that_differ_in_a_constant_tensor_are_not_alike() -> None:
+    """``torch.tensor(number)`` is read as its number: a certificate of one layer says nothing of another number."""
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return (q @ k.mT * torch.tensor(scale)).softmax(-1) @ v
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return layer(layer(q, k, v, 0.3), k, v, 2.5)
+
+    found = same_as_eager(function, *(torch.randn(2, 4, 10, 8) for _ in range(3)), emitters=("fused",))
+    assert [o.form.scale for o in found.sites if o.form] == ["0.3", "2.5"]

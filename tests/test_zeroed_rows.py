@@ -83,6 +83,19 @@ def test_rows_that_see_nothing(function: Function, training: bool) -> None:
         assert fused_by(found) == ["fused"]
 
 
+def test_beside_a_sink_no_row_is_nan() -> None:
+    """A learned bias may make a row -inf there in training too: the sink takes it all."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+        scores = (q @ k.mT * 0.3 + bias).masked_fill(hidden, -INFINITY)
+        column = sinks.expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+        return weights.masked_fill(hidden, 0.0) @ v
+
+    args = [*operands(function), torch.randn(4, 17, 17), torch.randn(4, 1, 1)]
+    assert fused_by(same_as_eager(function, *learned(*args), emitters=OURS)) == ["fused"]
+
+
 def test_zeros_elsewhere_are_declined() -> None:
     """Where a row of -inf is not set to 0 as a whole it is NaN: that is not the kernel's to know."""
 

@@ -206,7 +206,7 @@ def _row_share(site: Site, inputs: Inputs, dims: Dims, maximum: Tensor, total: T
         rows = _per_row(site, inputs, dims, factor)
         share = rows if share is None else share * rows
     zero = zeroed(site)
-    if zero is not None and site.softmax != "safe" and site.sink is None:
+    if zero is not None:
         nothing = _over_columns(site, inputs, dims, zero).all(-1)
         share = torch.where((maximum == -INFINITY) & ~nothing, math.nan, 1.0)
     return share

@@ -35,8 +35,10 @@ def row_factor(site: Site) -> Term | None:
 def zeroed(site: Site) -> Term | None:
     """Where the score program gives -inf and the weight program 0; None where that is not one and the same place.
 
-    A row of such places only is softmax's NaN, but the output is 0.
+    A row of such places only is softmax's NaN, but the output is 0.  (None too where the softmax has no NaN.)
     """
+    if site.softmax == "safe" or site.sink is not None:
+        return None
     terms = site.terms
     hidden = _chosen(site.score, terms.number(-math.inf))
     blank = _chosen(site.weight, terms.number(0.0))
