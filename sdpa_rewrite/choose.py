@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sdpa_rewrite import config, costs
@@ -24,8 +25,8 @@ class Choice:
     work: costs.Work | None = None
 
 
-def choose(site: Site, now: str = costs.UNFUSED) -> Choice:
-    """The first emitter of ``config.emitters`` that has no reason against and is not slower than what is there ``now``.
+def choose(site: Site, now: str, emitters: Sequence[str]) -> Choice:
+    """The first of ``emitters`` that has no reason against and is not slower than what is there ``now``.
 
     Where nothing is known of the time, as on other devices than CPU, an emitter is taken to be faster.
     """
@@ -34,7 +35,7 @@ def choose(site: Site, now: str = costs.UNFUSED) -> Choice:
     today = costs.estimate(work, now) if work is not None else None
     if today is not None:
         choice.seconds[now] = today
-    for name in config.emitters:
+    for name in emitters:
         emitter = EMITTERS.get(name)
         reasons = [f"there is no emitter {name!r}"] if emitter is None else emitter.reasons_against(site)
         own = costs.estimate(work, name) if work is not None and not reasons else None

@@ -16,7 +16,7 @@ from sdpa_rewrite.choose import EMITTERS, Choice, choose, in_words
 from sdpa_rewrite.cleanroom import clean_room
 from sdpa_rewrite.costs import UNFUSED
 from sdpa_rewrite.describe import bytes_avoided, disabled, drawn_mask, form_of
-from sdpa_rewrite.flex_calls import Opened, OpenedCalls, close, open_calls
+from sdpa_rewrite.flex_calls import OpenedCalls, close, open_calls
 from sdpa_rewrite.lift.ops import source_line
 from sdpa_rewrite.outcome import Form, Outcome, Reason
 from sdpa_rewrite.rewrite import Memory, Refused, rewrite
@@ -59,7 +59,7 @@ def _rewrite_opened(graph: torch.fx.Graph, flexible: OpenedCalls) -> tuple[Outco
     nearly = [functools.partial(taught.nearest, c.anchor, c.product) for c in candidates]
     upgraded = [o for site in calls for o in _upgraded(graph, site, order, memory)]
     outcomes = [
-        _judged(graph, verdict, order, memory, name, source, call)
+        _rewritten(graph, verdict, order, memory, name, source, FLEX if call and not call.training else UNFUSED)
         if isinstance(verdict, Site)
         else Outcome("missed", name, source, reasons=(verdict,))
         for (_, name, source, verdict), call in zip(verdicts, calls_of, strict=True)
@@ -137,22 +137,6 @@ def _upgraded(graph: torch.fx.Graph, site: Site, order: dict[Node, int], memory:
         yield _rewritten(graph, site, order, memory, name, source, now=CALL)
 
 
-def _judged(
-    graph: torch.fx.Graph,
-    site: Site,
-    order: dict[Node, int],
-    memory: Memory,
-    name: str,
-    source: str,
-    call: Opened | None,
-) -> Outcome:
-    """What became of a site; one that was a call of FlexAttention is ours or becomes that call again."""
-    if call is None or call.training:
-        return _rewritten(graph, site, order, memory, name, source)
-    with config.patch(emitters=(FUSED,)):
-        return _rewritten(graph, site, order, memory, name, source, now=FLEX)
-
-
 def _rewritten(
     graph: torch.fx.Graph,
     site: Site,
@@ -172,7 +156,8 @@ def _rewritten(
         text = "torch's own generator draws the dropout mask beside the probabilities (fallback_random)"
         reason = Reason(text, "weight", mask.name, source_line(mask))
         return Outcome("recognised", name, source, site.training, form, reasons=(reason,))
-    choice = choose(site, now)
+    # what is a call of FlexAttention becomes ours or that call again
+    choice = choose(site, now, (FUSED,) if now == FLEX else config.emitters)
     emitter, details = choice.emitter, _times(site, choice)
     reasons = tuple(Reason(text, role) for role, texts in choice.against.items() for text in texts)
     if emitter is None:
