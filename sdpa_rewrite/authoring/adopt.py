@@ -14,6 +14,7 @@ import inspect
 import itertools
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from sdpa_rewrite.algebra.term import subterms
 from sdpa_rewrite.authoring import registry
@@ -36,6 +38,7 @@ from sdpa_rewrite.lift.ops import CASTS, is_call, opname, value_of
 
 SOME_NUMBER = 0.37  # for a scalar of which there is only an example
 DROPOUTS = (F.dropout, torch.dropout, torch.native_dropout)
+PRODUCTS = frozenset({"matmul", "mm", "bmm", "einsum", "baddbmm", "addmm", "linear"})  # of one type, in eager
 
 
 def adopt(
@@ -61,8 +64,10 @@ def adopt(
     if len(names) != len(example_inputs):
         raise PatternError(f"{search_fn.__name__}: {len(example_inputs)} example inputs for {', '.join(names)}")
     tensors = {n: x for n, x in zip(names, example_inputs, strict=True) if x.dim()}
-    probabilities = probabilities_of(search_fn, dict(zip(names, example_inputs, strict=True)), order)
-    written = [_parameter(n, tensors.get(n), n in probabilities) for n in order]
+    observed = observe(search_fn, dict(zip(names, example_inputs, strict=True)), order)
+    written = [_parameter(n, tensors.get(n), n in observed.probabilities) for n in order]
+    if observed.multiplies_half:
+        written = [_in_half(p) for p in written]
     same = _axes_that_agree(search_fn, written, tensors)
     letters = dict(zip(dict.fromkeys(same.values()), string.ascii_lowercase, strict=False))
     declared = tuple(_renamed(p, {a: letters[b] for a, b in same.items()}) for p in written)
@@ -150,35 +155,58 @@ def _places_together(parameters: Sequence[Parameter], hints: Mapping[str, int]) 
             yield together
 
 
-# -- scalars that have to be numbers --------------------------------------------------------------------------------
+# -- what the function does with what it is given --------------------------------------------------------------------
 
 
-def probabilities_of(
-    function: Callable[..., Any], examples: Mapping[str, Tensor], order: Sequence[str]
-) -> frozenset[str]:
-    """The parameters without an example that ``function`` hands to a dropout as its probability."""
+@dataclass
+class Observed:
+    """What a run of the function showed.
+
+    ``probabilities``: the parameters without an example that it hands to a dropout as its probability.
+    ``multiplies_half``: whether it multiplies what it casts to float16 by what is not: eager can do that only where all
+    is float16.
+    """
+
+    probabilities: set[str] = field(default_factory=set)
+    multiplies_half: bool = False
+
+
+def observe(function: Callable[..., Any], examples: Mapping[str, Tensor], order: Sequence[str]) -> Observed:
+    """Run ``function`` on tensors like ``examples``, in float32."""
+    found = Observed()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        given = {n: torch.empty_like(examples[n]) if n in examples else torch.empty(()) for n in order}
-        mode = _Probabilities({id(x): n for n, x in given.items() if not x.dim()})
+        given = {n: _in_float32(examples[n]) if n in examples else torch.empty(()) for n in order}
+        mode = _Observing(found, {id(x): n for n, x in given.items() if not x.dim()})
         with contextlib.suppress(Exception), mode, torch.no_grad():  # what is wrong is told where it is traced
             function(**given)
-    return frozenset(mode.found)
+    return found
 
 
-class _Probabilities(TorchFunctionMode):
-    """Notes which scalars are a dropout's probability; nothing is dropped."""
+def _in_float32(example: Tensor) -> Tensor:
+    return torch.empty_like(example, dtype=torch.float32 if example.is_floating_point() else example.dtype)
 
-    def __init__(self, scalars: Mapping[int, str]) -> None:
+
+class _Observing(TorchFunctionMode):
+    """Notes in ``found`` what is done; nothing is dropped, and products of two types are taken in float16."""
+
+    def __init__(self, found: Observed, scalars: Mapping[int, str]) -> None:
         super().__init__()
-        self.scalars = scalars
-        self.found: set[str] = set()
+        self.found, self.scalars = found, scalars
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {**dict(zip(("input", "p"), args, strict=False)), **(kwargs or {})}
         if func in DROPOUTS and id(given.get("p")) in self.scalars:
-            self.found.add(self.scalars[id(given["p"])])
+            self.found.probabilities.add(self.scalars[id(given["p"])])
             return given["input"]
+        if getattr(func, "__name__", "").strip("_") in PRODUCTS:
+            tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            if len({x.dtype for x in tensors}) > 1 and any(x.dtype == torch.float16 for x in tensors):
+                self.found.multiplies_half = True
+                args, kwargs = pytree.tree_map_only(Tensor, Tensor.half, (args, kwargs))
         return func(*args, **(kwargs or {}))
+
+
+# -- scalars that have to be numbers --------------------------------------------------------------------------------
 
 
 def _try_numbers(pattern: Pattern, numbers: Mapping[str, float]) -> None:

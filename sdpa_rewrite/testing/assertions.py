@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from sdpa_rewrite import graph_pass, report
 from sdpa_rewrite.authoring import registry, stage
 from sdpa_rewrite.authoring.pattern import Pattern
 from sdpa_rewrite.outcome import Outcome
 from sdpa_rewrite.report import Report
-from sdpa_rewrite.testing.running import compiled, difference, in_float64, run
+from sdpa_rewrite.testing.running import compiled, difference, exactly, run
 
 
 def assert_rewrites(
@@ -77,8 +75,7 @@ def compare(
         warnings.simplefilter("ignore")
         ours = run(compiled(fn, dynamic), args)
     eager = run(fn, args)
-    exact = run(in_float64(fn), pytree.tree_map(in_float64, list(args)))
-    wrong = difference(ours, eager, exact)
+    wrong = difference(ours, eager, exactly(fn, args, eager))
     if wrong:
         raise AssertionError(f"{wrong}\n{Report(tuple(collected.sites), tuple(collected.failures))}")
     return Report(tuple(collected.sites), tuple(collected.failures), collected.graphs)

@@ -93,6 +93,14 @@ def run(fn: Callable[..., Any], args: Sequence[Any], seed: int = 0) -> list[Tens
     return values
 
 
+def exactly(fn: Callable[..., Any], args: Sequence[Any], eager: list[Tensor | None]) -> list[Tensor | None]:
+    """What ``run`` gives in float64; ``eager`` where ``fn`` does not run there, as what it casts to a type by name."""
+    try:
+        return run(in_float64(fn), pytree.tree_map(in_float64, list(args)))
+    except RuntimeError:
+        return eager
+
+
 def difference(ours: Sequence[Tensor | None], eager: Sequence[Tensor | None], exact: Sequence[Tensor | None]) -> str:
     """Where ``ours`` is worse than ``eager``, measured against float64; empty where it is as good."""
     if len(ours) != len(eager):

@@ -21,7 +21,7 @@ from sdpa_rewrite.authoring.replace import small_inputs
 from sdpa_rewrite.authoring.trial import obstacle
 from sdpa_rewrite.outcome import Outcome
 from sdpa_rewrite.testing.assertions import reasons_of
-from sdpa_rewrite.testing.running import difference, in_float64, run, traced
+from sdpa_rewrite.testing.running import difference, exactly, run, traced
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ def _judged(
         ours = run(traced(positional, dynamic), tensors)
     if collected.failures:
         raise AssertionError(f"the pass failed: {collected.failures[0]}")
-    eager, exact = run(positional, tensors), run(positional, [in_float64(x) for x in tensors])
-    wrong = difference(ours, eager, exact)
+    eager = run(positional, tensors)
+    wrong = difference(ours, eager, exactly(positional, tensors, eager))
     if wrong and not _is_random(positional, tensors):
         raise AssertionError(wrong)
     return tuple(collected.sites)

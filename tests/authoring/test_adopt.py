@@ -61,6 +61,18 @@ def test_what_is_one_axis_is_found_where_tensors_are_viewed_by_each_others_sizes
     assert [a == b for a, b in zip(axes["query"], axes["key"], strict=True)] == [True, True, False, True]
 
 
+def in_half(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What torch 2.11 has as pattern 10: its values have to be float16."""
+    return (q @ k.transpose(-2, -1)).to(torch.float32).softmax(-1).to(torch.float16) @ v
+
+
+def test_what_multiplies_a_tensor_by_float16_is_of_that_type() -> None:
+    examples = [torch.empty(2, 4, 8, 16)] * 3
+    made = patterns.adopt(in_half, in_half, examples, name="in_half", register=False)
+    assert {p.dtype for p in made.parameters} == {torch.float16}
+    check_pattern(made, cases=[Case(torch.float16), Case(torch.float16, training=True)], near_misses=1)
+
+
 def dropping(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
     return F.dropout(((q @ k.mT) / 3.0).softmax(-1), p) @ v
 
