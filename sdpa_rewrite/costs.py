@@ -24,6 +24,7 @@ from sdpa_rewrite.algebra.term import subterms
 from sdpa_rewrite.emit.base import compute_dtype, device_of
 from sdpa_rewrite.emit.programs import drawn
 from sdpa_rewrite.emit.visible import visibility
+from sdpa_rewrite.processor import instruction_set
 from sdpa_rewrite.site import Site
 
 SHIPPED = Path(__file__).with_name("costs.json")
@@ -61,12 +62,6 @@ class Work:
         some = scores * self.seen if fused else scores
         operands = self.shared * self.columns * self.depth
         return 1.0, self.heads, some * self.depth, some, operands, some * self.draws
-
-
-def instruction_set() -> str:
-    """What the kernels are compiled for, by name: ``avx512-bf16``, ``avx512``, ``avx2``, ``default``."""
-    name = torch.backends.cpu.get_cpu_capability().lower()
-    return name + ("-bf16" if name == "avx512" and torch.cpu._is_avx512_bf16_supported() else "")
 
 
 def estimate(work: Work, kind: str) -> float | None:

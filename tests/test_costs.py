@@ -22,6 +22,7 @@ from sdpa_rewrite.bench.calibrate import Sample, check, fitted
 from sdpa_rewrite.bench.command import main
 from sdpa_rewrite.bench.forms import Size
 from sdpa_rewrite.costs import COUNTS, Work
+from sdpa_rewrite.processor import instruction_set
 from tests.conftest import attention, inputs
 from tests.harness import compiled
 
@@ -31,7 +32,7 @@ Function = Callable[..., Tensor]
 def written(path: Path, **nanoseconds: float) -> str:
     """A file in which a call of each kind of code takes so long, whatever its size."""
     own = {kind: [n] + [0.0] * (len(COUNTS) - 1) for kind, n in nanoseconds.items()}
-    table = {costs.instruction_set(): {"float32": {"forward": own, "training": own}}}
+    table = {instruction_set(): {"float32": {"forward": own, "training": own}}}
     path.write_text(json.dumps(table))
     return str(path)
 
@@ -222,7 +223,7 @@ def test_calibrate_writes_what_it_measures(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(calibration, "REPEATS", 1)
     file = tmp_path / "costs.json"
     assert main(["calibrate", "--out", str(file), "--dtype", "float32", "--threads", "1"]) == 0
-    found = json.loads(file.read_text())[costs.instruction_set()]["float32"]
+    found = json.loads(file.read_text())[instruction_set()]["float32"]
     assert {direction: sorted(kinds) for direction, kinds in found.items()} == {
         "forward": ["flex", "fused", "sdpa", "stock"],
         "training": ["fused", "sdpa", "stock"],

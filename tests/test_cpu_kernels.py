@@ -16,7 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
 import sdpa_rewrite
-from sdpa_rewrite import config, report
+from sdpa_rewrite import config, processor, report
 from sdpa_rewrite.kernels.cpu import source
 from tests.harness import NOISE, compare
 
@@ -165,6 +165,36 @@ def test_other_instruction_sets(isa: str) -> None:
     with inductor.patch({"cpp.simdlen": {"avx2": 256, "default": 1}[isa]}):
         q, k, v = (torch.randn(1, 2, 75, 24) for _ in range(3))
         check(ours(capped_causal), capped_causal, [q, k, v])
+
+
+@pytest.mark.parametrize("kind", ["tiles", "dots", "floats"])
+def test_each_way_to_multiply_bfloat16(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CPU with AMX gets, too: oneDNN makes the same products of what has no tiles."""
+    if kind != "floats" and not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("the CPU has no dot products of bfloat16")
+    monkeypatch.setattr(processor, "pairs", lambda: kind)
+    monkeypatch.setattr(inductor, "fx_graph_cache", False)
+    torch._dynamo.reset()
+
+    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        n, m = q.shape[-2], k.shape[-2]
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        scores = (q @ k.mT * 0.3 + bias).masked_fill(torch.arange(m) > torch.arange(n)[:, None] + 20, -INFINITY)
+        return scores.softmax(-1) @ v
+
+    compiled = ours(function)
+    given = [
+        torch.randn(2, 4, 107, 41),
+        torch.randn(2, 2, 149, 41),
+        torch.randn(2, 2, 149, 70),
+        torch.randn(4, 107, 149),
+    ]
+    _, codes = run_and_get_code(lambda: check(compiled, function, [x.bfloat16() for x in given]))
+    kernels = [
+        text for code in codes for text in code.split("async_compile.cpp_pybinding")[1:] if "sdpa_rewrite" in text
+    ]
+    assert len(kernels) == 2
+    assert all(f"#define SDPA_REWRITE_{kind.upper()}\n" in text for text in kernels)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import sdpa_rewrite
 ROOT = Path(sdpa_rewrite.__file__).parent
 
 ORDER = [
-    *("outcome", "compat", "config", "cleanroom"),
+    *("outcome", "compat", "config", "cleanroom", "processor"),
     *("algebra", "site", "reference", "lift", "twins"),
     *("candidates", "softmax", "match", "follow", "prove", "adjoint", "analyse", "calls"),
     *(

@@ -18,6 +18,7 @@ from sdpa_rewrite.bench import forms
 from sdpa_rewrite.bench.forms import DROPOUT, Form, Size
 from sdpa_rewrite.bench.measure import interleaved, medians
 from sdpa_rewrite.costs import COUNTS, UNFUSED, Work
+from sdpa_rewrite.processor import instruction_set
 
 SIZES = (
     *(Size(1, 2, n, 16) for n in (4, 8, 16)),
@@ -174,7 +175,7 @@ def calibrate(out: str | None, only_check: bool, dtypes: Sequence[torch.dtype], 
     if only_check:
         print(*check(found), sep="\n")
         return 0
-    text = json.dumps({costs.instruction_set(): table(found)}, indent=1)
+    text = json.dumps({instruction_set(): table(found)}, indent=1)
     path = Path(out or "costs.json")
     path.write_text(text + "\n")
     with config.patch(costs=str(path)):

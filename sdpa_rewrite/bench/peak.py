@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from sdpa_rewrite.processor import pairs
+
 ROUNDS = 200_000
 
 
@@ -24,11 +26,11 @@ def _kernel() -> Callable[..., None]:
 def burst(dtype: torch.dtype) -> tuple[Callable[[], None], float]:
     """A call that does nothing but multiply and add on all threads, and how many operations it does.
 
-    For bfloat16 by dot products of pairs where the CPU has them; every other type as float32.
+    For bfloat16 by dot products of pairs where the kernels use them (or tiles); every other type as float32.
     """
     numbers, out = torch.full((12,), 1e-3), torch.empty(torch.get_num_threads())
     operations = torch.zeros(1, dtype=torch.float64)
-    kernel, halves = _kernel(), int(dtype == torch.bfloat16)
+    kernel, halves = _kernel(), int(dtype == torch.bfloat16 and pairs() != "floats")
 
     def call() -> None:
         kernel(numbers, out, operations, ROUNDS, halves)

@@ -30,9 +30,10 @@ class BackwardThread {
   int64_t depth, width;           // padded floats of a row of query and of the output
   int64_t depth_words, width_words; // words between packed rows
   Workspace space;
+  TilesOfThread tiles;
   float *query, *grad, *query_right, *grad_right, *few_query, *few_grad, *grad_query, *delta, *maximum, *inverse;
   float *key, *key_right, *value, *packing, *tile_key, *tile_value;
-  float *scores, *raw, *probability, *slope, *left, *factor, *scratch;
+  float *scores, *raw, *probability, *slope, *left, *turned, *factor, *scratch;
   float* learned;
 
  public:
@@ -41,7 +42,7 @@ class BackwardThread {
         depth_words(DOT ? words<DOT>(c.size.depth) : depth), width_words(DOT ? words<DOT>(c.size.width) : width),
         space(most * (depth_words + width_words + 2 * depth + width + 3) +
               TILE * (3 * depth + 2 * width + std::max(depth, width)) + FEW * (depth + width) + 7 * STEP * TILE +
-              p.scratch() + 512),
+              (HAS_TILES ? TILE * TILE : 0) + p.scratch() + 512),
         learned(accumulators) {
     query = space.take(most * depth_words);
     grad = space.take(most * width_words);
@@ -64,6 +65,7 @@ class BackwardThread {
     slope = space.take(STEP * TILE);
     probability = space.take(STEP * TILE);
     left = space.take(STEP * TILE);
+    turned = HAS_TILES ? space.take(TILE * TILE) : left;
     factor = space.take(STEP * TILE);
     scratch = space.take(p.scratch());
   }
@@ -242,11 +244,11 @@ class BackwardThread {
     products(t);
     differentiate(t, kind);
     const int64_t r = words<DOT>(t.row), rows = words<DOT>(t.rows);
-    const float* weights = transposed(probability, t.rows);
-    multiply<DOT>(weights, 1, TILE, grad_right + r * width, width, grad_value, width, t.columns, width, rows, nullptr,
+    const Left weights = transposed(probability, t.rows);
+    multiply<DOT>(weights.data, weights.row, weights.step, grad_right + r * width, width, grad_value, width, t.columns, width, rows, nullptr,
                   false);
-    const float* slopes = transposed(slope, t.rows);
-    multiply<DOT>(slopes, 1, TILE, query_right + r * depth, depth, grad_key, depth, t.columns, depth, rows, nullptr,
+    const Left slopes = transposed(slope, t.rows);
+    multiply<DOT>(slopes.data, slopes.row, slopes.step, query_right + r * depth, depth, grad_key, depth, t.columns, depth, rows, nullptr,
                   false);
     const float* by_row = slope;
     if constexpr (DOT) {
@@ -257,10 +259,18 @@ class BackwardThread {
                   words<DOT>(t.columns), nullptr, false);
   }
 
-  const float* transposed(const float* tile, int64_t rows) {
-    if constexpr (!DOT) return tile;
+  struct Left {
+    const float* data;
+    int64_t row, step;
+  };
+
+  // A tile whose columns are the rows of a left operand.
+  Left transposed(const float* tile, int64_t rows) {
+    if constexpr (!DOT) return {tile, 1, TILE};
     pack_left_transposed<DOT>(tile, rows, left);
-    return left;
+    if constexpr (!HAS_TILES) return {left, 1, TILE};
+    transpose(left, TILE, words<DOT>(rows), TILE, turned);
+    return {turned, TILE, 1};
   }
 
   // From scores: logits and the factor.

@@ -154,6 +154,7 @@ class ForwardThread {
   const Sizes& size;
   int64_t depth, width; // words of a query, padded floats of an output row
   Workspace space;
+  TilesOfThread tiles;
 
  public:
   float *query, *key, *value, *tile, *left, *factor, *out, *scratch, *packing;

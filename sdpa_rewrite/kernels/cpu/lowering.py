@@ -11,6 +11,7 @@ import torch
 from torch._inductor import config, ir, lowering
 from torch._inductor.virtualized import V
 
+from sdpa_rewrite import processor
 from sdpa_rewrite.kernels.cpu.inline import CPU, TILE
 from sdpa_rewrite.kernels.cpu.source import NAME, STEP, Memory, Writer, headers
 from sdpa_rewrite.kernels.op import attention, attention_backward
@@ -185,6 +186,7 @@ class _Body:
         arguments += [f"const int64_t {n}" for n in self.writer.symbols.values()]
         return f"""#include <torch/csrc/inductor/cpp_prefix.h>
 #include <numeric>
+#define SDPA_REWRITE_{processor.pairs().upper()}
 {headers()}
 namespace sdpa_rewrite {{
 {program}

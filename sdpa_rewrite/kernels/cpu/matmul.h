@@ -72,11 +72,35 @@ inline void multiply_some(const float* a, int64_t row, int64_t step, const float
   if (j < n) column_of_tiles<DOT, 1>(a, row, step, b + j, ldb, c + j, ldc, m, k, alpha, fresh);
 }
 
+#if defined(SDPA_REWRITE_TILES)
+// The same for pairs of bfloat16, by oneDNN's kernel for these sizes, as torch's own attention has it: packed as they
+// are for dot products, the operands are what it takes.
+inline void multiply_tiles(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t m,
+                           int64_t n, int64_t k, const float* alpha, bool fresh) {
+  for (int64_t r = 0; alpha && r < m; ++r) {
+    if (alpha[r] != 1.0f) scaled(c + r * ldc, c + r * ldc, n, alpha[r]);
+  }
+  at::native::cpublas::brgemm(m, n, 2 * k, 2 * lda, ldb, ldc, !fresh, reinterpret_cast<const c10::BFloat16*>(a),
+                              reinterpret_cast<const c10::BFloat16*>(b), c);
+}
+#endif
+
+// A thread that has multiplied tiles gives their registers back in the end.
+struct TilesOfThread {
+#if defined(SDPA_REWRITE_TILES)
+  ~TilesOfThread() { at::native::cpublas::brgemm_release(); }
+#endif
+};
+
 // c[m, n] (+)= a[m, k] b[k, n]; n a multiple of W.  a[r, p] is at r * row + p * step.
 // Long sums are made of shorter ones, which loses fewer digits.
 template <bool DOT>
 inline void multiply(const float* a, int64_t row, int64_t step, const float* b, int64_t ldb, float* c, int64_t ldc,
                      int64_t m, int64_t n, int64_t k, const float* alpha, bool fresh) {
+#if defined(SDPA_REWRITE_TILES)
+  constexpr int64_t tile = 16; // rows
+  if (DOT && m >= tile && step == 1) return multiply_tiles(a, row, b, ldb, c, ldc, m, n, k, alpha, fresh);
+#endif
   constexpr int64_t most = 64;
   for (int64_t p = 0; p < k; p += most) {
     multiply_some<DOT>(a + p * step, row, step, b + p * ldb, ldb, c, ldc, m, n, std::min(most, k - p),
@@ -216,7 +240,7 @@ inline void pack_right_transposed(const T* src, int64_t row, int64_t stride, int
 // Probabilities or their gradients, as left operands.  Rows: [rows, words(TILE)].
 template <bool DOT>
 inline void pack_left(const float* tile, int64_t rows, float* out) {
-#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && !defined(SDPA_REWRITE_NO_DOT)
+#if defined(SDPA_REWRITE_CAN_DOT)
   if constexpr (DOT) {
     for (int64_t k = 0; k < rows * TILE; k += 32) {
       const __m512bh x = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(tile + k + 16), _mm512_loadu_ps(tile + k));
@@ -229,7 +253,7 @@ inline void pack_left(const float* tile, int64_t rows, float* out) {
 // The same, transposed: pairs are neighbours along the rows: [words(rows), TILE].
 template <bool DOT>
 inline void pack_left_transposed(const float* tile, int64_t rows, float* out) {
-#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && !defined(SDPA_REWRITE_NO_DOT)
+#if defined(SDPA_REWRITE_CAN_DOT)
   if constexpr (DOT) {
     for (int64_t r = 0; r < rows; r += 2) {
       for (int64_t c = 0; c < TILE; c += 16) {
