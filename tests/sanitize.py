@@ -1,6 +1,6 @@
 """Run the emitted C++ kernels under the address and undefined-behaviour sanitizers.
 
-python -m tests.sanitize                      # the whole sweep: minutes, most of them spent in the C++ compiler
+python -m tests.sanitize                      # the whole sweep: hours, most of them spent in the C++ compiler
 python -m tests.sanitize --isa portable --forms "dropout,learned bias"
 
 The sweep runs in a child process in which the sanitizers' runtime is loaded first and our kernels, with all that they
@@ -18,14 +18,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from sdpa_rewrite import report
+from sdpa_rewrite import processor, report
 
 Function = Callable[..., Tensor]
 Size = tuple[int, int, int, int, int, int]
@@ -42,10 +42,22 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "OMP_NUM_THREADS": "2",
 }
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """What Inductor is told to compile for, and how bfloat16 is multiplied if not as is best on this CPU."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    pairs: str | None = None
+
+
 ISAS = {
-    "native": {},
-    "avx2": {"cpp.simdlen": 256},
-    "portable": {"cpp.simdlen": 1},
+    "native": InstructionSet(),
+    "dots": InstructionSet(pairs="dots"),
+    "tiles": InstructionSet(pairs="tiles"),
+    "avx2": InstructionSet({"cpp.simdlen": 256}),
+    "portable": InstructionSet({"cpp.simdlen": 1}),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -238,6 +250,18 @@ def instrumented() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def compiled_for(isa: InstructionSet) -> Iterator[None]:
+    """What is compiled meanwhile is for ``isa``."""
+    from torch._inductor import config as inductor
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(inductor.patch(isa.options))
+        if isa.pairs:
+            stack.enter_context(patch.object(processor, "pairs", lambda: isa.pairs))
+        yield
+
+
 def read_past_an_input() -> None:
     """What a sanitizer that is at work must find."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -278,8 +302,6 @@ def runs(form: Form, quick: bool) -> Iterator[tuple[Size, Function]]:
 
 def sweep(forms: Sequence[str], dtypes: Sequence[str], isas: Sequence[str], quick: bool) -> int:
     """Run all of it; returns how many forms our kernels did not take at all."""
-    from torch._inductor import config as inductor
-
     torch.manual_seed(0)
     torch.set_num_threads(2)
     missed = 0
@@ -287,7 +309,9 @@ def sweep(forms: Sequence[str], dtypes: Sequence[str], isas: Sequence[str], quic
         print("planted", file=sys.stderr, flush=True)
         read_past_an_input()
         for isa, dtype, name in ((i, d, f) for i in isas for d in dtypes for f in forms):
-            with inductor.patch(ISAS[isa]), report.collect() as collected:
+            if ISAS[isa].pairs and (dtype != "bfloat16" or ISAS[isa].pairs == processor.pairs()):
+                continue  # as native
+            with compiled_for(ISAS[isa]), report.collect() as collected:
                 for size, compiled in runs(FORMS[name], quick):
                     print(f"case {isa} {dtype} {name} {size}", file=sys.stderr, flush=True)
                     run(FORMS[name], size, DTYPES[dtype], compiled)
