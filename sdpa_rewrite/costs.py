@@ -24,7 +24,7 @@ from sdpa_rewrite.algebra.term import subterms
 from sdpa_rewrite.emit.base import compute_dtype, device_of
 from sdpa_rewrite.emit.programs import drawn
 from sdpa_rewrite.emit.visible import visibility
-from sdpa_rewrite.processor import instruction_set
+from sdpa_rewrite.processor import INTEL, instruction_set
 from sdpa_rewrite.site import Site
 
 SHIPPED = Path(__file__).with_name("costs.json")
@@ -66,14 +66,19 @@ class Work:
 
 def estimate(work: Work, kind: str) -> float | None:
     """Seconds, with the threads that torch has now; None where nothing was measured that is like it."""
-    table = _table()
-    costs = table.get(instruction_set(), next(iter(table.values())))
-    own = costs.get(work.dtype, {}).get("training" if work.training else "forward", {}).get(kind)
+    own = _costs().get(work.dtype, {}).get("training" if work.training else "forward", {}).get(kind)
     repeated = kind == UNFUSED and work.shared < work.heads  # in memory, which was not measured either
     if own is None or repeated or work.shared * work.columns * work.depth > FAR:
         return None
     calls, *rest = (c * n for c, n in zip(own, work.counts(kind != UNFUSED), strict=True))
     return (calls + sum(rest) / torch.get_num_threads()) * 1e-9
+
+
+def _costs() -> Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]:
+    """Those of the CPU's instruction set, or of another of the same maker, or of any."""
+    table, wanted = _table(), instruction_set()
+    alike = [name for name in table if name.endswith(INTEL) == wanted.endswith(INTEL)]
+    return next(table[name] for name in (wanted, *alike, *table) if name in table)
 
 
 def is_slower(own: float, today: float) -> bool:

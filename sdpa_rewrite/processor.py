@@ -8,15 +8,20 @@ from pathlib import Path
 
 import torch
 
+INTEL = "-intel"
+
 
 def instruction_set() -> str:
-    """What costs are filed under: ``avx512-amx``, ``avx512-bf16-intel``, ``avx512-bf16``, or what torch calls it."""
+    """What costs are filed under: torch's name of it, with ``-amx`` or ``-bf16``, and ``-intel`` for Intel's CPUs.
+
+    Torch's own products take another library's code, at another speed, on Intel's.
+    """
     name = torch.backends.cpu.get_cpu_capability().lower()
-    if name != "avx512" or not torch.cpu._is_avx512_bf16_supported():
-        return name
-    if torch.cpu._is_amx_tile_supported():
-        return "avx512-amx"
-    return "avx512-bf16-intel" if is_intel() else "avx512-bf16"
+    if name == "avx512" and torch.cpu._is_amx_tile_supported():
+        name += "-amx"
+    elif name == "avx512" and torch.cpu._is_avx512_bf16_supported():
+        name += "-bf16"
+    return name + (INTEL if is_intel() else "")
 
 
 def pairs() -> str:
