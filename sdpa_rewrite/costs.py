@@ -66,7 +66,7 @@ class Work:
 
 def estimate(work: Work, kind: str) -> float | None:
     """Seconds, with the threads that torch has now; None where nothing was measured that is like it."""
-    own = _costs().get(work.dtype, {}).get("training" if work.training else "forward", {}).get(kind)
+    own = _costs(work.dtype).get("training" if work.training else "forward", {}).get(kind)
     repeated = kind == UNFUSED and work.shared < work.heads  # in memory, which was not measured either
     if own is None or repeated or work.shared * work.columns * work.depth > FAR:
         return None
@@ -74,11 +74,12 @@ def estimate(work: Work, kind: str) -> float | None:
     return (calls + sum(rest) / torch.get_num_threads()) * 1e-9
 
 
-def _costs() -> Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]:
-    """Those of the CPU's instruction set, or of another of the same maker, or of any."""
+def _costs(dtype: str) -> Mapping[str, Mapping[str, Sequence[float]]]:
+    """Those of the CPU's instruction set, or of another of the same maker, or of any; empty where there are none."""
     table, wanted = _table(), instruction_set()
     alike = [name for name in table if name.endswith(INTEL) == wanted.endswith(INTEL)]
-    return next(table[name] for name in (wanted, *alike, *table) if name in table)
+    measured = (table[name].get(dtype) for name in (wanted, *alike, *table) if name in table)
+    return next((found for found in measured if found), {})
 
 
 def is_slower(own: float, today: float) -> bool:

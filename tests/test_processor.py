@@ -53,15 +53,18 @@ def test_what_is_best_for_bfloat16(
 
 def test_costs_of_the_same_maker_before_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, Vectors("avx512", 512), intel=True, bf16=False)
-    work = Work("float32", False, 1, 1, 10, 10, 64)
 
-    def estimate(**microseconds: float) -> float | None:
+    def estimate(dtype: str = "float32", **microseconds: float) -> float | None:
+        work = Work(dtype, False, 1, 1, 10, 10, 64)
         file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
-        own = {name: {"float32": {"forward": {"fused": [1e3 * n, 0, 0, 0, 0, 0]}}} for name, n in microseconds.items()}
-        file.write_text(json.dumps({name.replace("_", "-"): table for name, table in own.items()}))
+        own = {name: {"forward": {"fused": [1e3 * n, 0, 0, 0, 0, 0]}} for name, n in microseconds.items()}
+        other = {"avx2": {"bfloat16": own["avx512"]}}
+        file.write_text(json.dumps({n.replace("_", "-"): {"float32": table} for n, table in own.items()} | other))
         with config.patch(costs=str(file)):
             return costs.estimate(work, "fused")
 
     assert estimate(avx512=3.0, avx512_bf16_intel=2.0, avx512_intel=1.0) == pytest.approx(1e-6)
     assert estimate(avx512=3.0, avx512_bf16_intel=2.0) == pytest.approx(2e-6)
     assert estimate(avx512=3.0) == pytest.approx(3e-6)
+    assert estimate("bfloat16", avx512=3.0) == pytest.approx(3e-6)
+    assert estimate("float16", avx512=3.0) is None
