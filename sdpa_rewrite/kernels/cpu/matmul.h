@@ -73,15 +73,20 @@ inline void multiply_some(const float* a, int64_t row, int64_t step, const float
 }
 
 #if defined(SDPA_REWRITE_TILES)
-// The same for pairs of bfloat16, by oneDNN's kernel for these sizes, as torch's own attention has it: packed as they
-// are for dot products, the operands are what it takes.
-inline void multiply_tiles(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t m,
-                           int64_t n, int64_t k, const float* alpha, bool fresh) {
-  for (int64_t r = 0; alpha && r < m; ++r) {
-    if (alpha[r] != 1.0f) scaled(c + r * ldc, c + r * ldc, n, alpha[r]);
+inline std::atomic<bool> tiles_work{true}; // until oneDNN refuses: torch was built without its kernels, or it is off
+
+// c[m, n] (+)= a[m, k] b[k, n] of pairs of bfloat16, by oneDNN's kernel for these sizes, as torch's own attention has it:
+// packed as they are for dot products, the operands are what it takes.  Returns whether it did.
+inline bool multiply_tiles(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t m,
+                           int64_t n, int64_t k, bool fresh) {
+  try {
+    at::native::cpublas::brgemm(m, n, 2 * k, 2 * lda, ldb, ldc, !fresh, reinterpret_cast<const c10::BFloat16*>(a),
+                                reinterpret_cast<const c10::BFloat16*>(b), c);
+    return true;
+  } catch (const c10::Error&) {
+    tiles_work = false;
+    return false;
   }
-  at::native::cpublas::brgemm(m, n, 2 * k, 2 * lda, ldb, ldc, !fresh, reinterpret_cast<const c10::BFloat16*>(a),
-                              reinterpret_cast<const c10::BFloat16*>(b), c);
 }
 #endif
 
@@ -99,7 +104,13 @@ inline void multiply(const float* a, int64_t row, int64_t step, const float* b, 
                      int64_t m, int64_t n, int64_t k, const float* alpha, bool fresh) {
 #if defined(SDPA_REWRITE_TILES)
   constexpr int64_t tile = 16; // rows
-  if (DOT && m >= tile && step == 1) return multiply_tiles(a, row, b, ldb, c, ldc, m, n, k, alpha, fresh);
+  if (DOT && m >= tile && step == 1 && tiles_work) {
+    for (int64_t r = 0; alpha && r < m; ++r) {
+      if (alpha[r] != 1.0f) scaled(c + r * ldc, c + r * ldc, n, alpha[r]);
+    }
+    alpha = nullptr;
+    if (multiply_tiles(a, row, b, ldb, c, ldc, m, n, k, fresh)) return;
+  }
 #endif
   constexpr int64_t most = 64;
   for (int64_t p = 0; p < k; p += most) {

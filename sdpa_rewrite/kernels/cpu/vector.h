@@ -4,6 +4,7 @@
 #include <cstring>
 #if defined(SDPA_REWRITE_TILES)
 #include <ATen/native/CPUBlas.h>
+#include <c10/util/Exception.h>
 #endif
 
 namespace sdpa_rewrite {
