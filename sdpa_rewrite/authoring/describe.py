@@ -27,7 +27,7 @@ def describe(pattern: Pattern | str | None = None) -> str:
     if pattern is None:
         return "\n\n".join(describe(p) for p in registry.active())
     known = pattern if isinstance(pattern, Pattern) else registry.named(pattern)
-    lines = [f"{known.name}: {known.summary}", *(f"  {p}" for p in known.parameters)]
+    lines = [f"{known.name}: {known.summary}".removesuffix(": "), *(f"  {p}" for p in known.parameters)]
     for lifted in lifted_variants(known):
         when = f" when {lifted.variant}" if lifted.variant.fixed else ""
         lines += [f"  = {_Text(lifted).of(root)}{when}" for root in lifted.roots]

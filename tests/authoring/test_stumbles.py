@@ -159,3 +159,13 @@ def test_an_unknown_name_is_told_with_those_that_are_known() -> None:
     for asked in (patterns.describe, patterns.unregister):
         with pytest.raises(KeyError, match=r"no pattern 'casual' is .*; these are: .*causal"):
             asked("casual")
+
+
+def test_a_pattern_without_a_docstring_is_described_by_its_name() -> None:
+    @pattern(register=False)
+    def terse(q: Q, k: K, v: V) -> Tensor:
+        return (q @ k.mT).softmax(-1) @ v
+
+    first, *rest = patterns.describe(terse).splitlines()
+    assert first == "terse"
+    assert rest
