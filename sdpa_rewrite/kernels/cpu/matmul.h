@@ -251,7 +251,7 @@ inline void pack_right_transposed(const T* src, int64_t row, int64_t stride, int
 // Probabilities or their gradients, as left operands.  Rows: [rows, words(TILE)].
 template <bool DOT>
 inline void pack_left(const float* tile, int64_t rows, float* out) {
-#if defined(SDPA_REWRITE_CAN_DOT)
+#if defined(SDPA_REWRITE_PAIRS)
   if constexpr (DOT) {
     for (int64_t k = 0; k < rows * TILE; k += 32) {
       const __m512bh x = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(tile + k + 16), _mm512_loadu_ps(tile + k));
@@ -264,7 +264,7 @@ inline void pack_left(const float* tile, int64_t rows, float* out) {
 // The same, transposed: pairs are neighbours along the rows: [words(rows), TILE].
 template <bool DOT>
 inline void pack_left_transposed(const float* tile, int64_t rows, float* out) {
-#if defined(SDPA_REWRITE_CAN_DOT)
+#if defined(SDPA_REWRITE_PAIRS)
   if constexpr (DOT) {
     for (int64_t r = 0; r < rows; r += 2) {
       for (int64_t c = 0; c < TILE; c += 16) {

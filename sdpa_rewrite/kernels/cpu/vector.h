@@ -15,16 +15,18 @@ constexpr int W = V::size();
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 // How products of bfloat16 are made, as processor.py chose: of pairs, by dot products (SDPA_REWRITE_DOTS) or, where there
-// are rows enough, in tiles by oneDNN (SDPA_REWRITE_TILES); or as floats.
-#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__)
-#define SDPA_REWRITE_CAN_DOT
+// are rows enough, in tiles by oneDNN (SDPA_REWRITE_TILES); or as floats, which is all that some compilers can.
+#if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && !defined(SDPA_REWRITE_FLOATS)
+#define SDPA_REWRITE_PAIRS
+constexpr bool HAS_DOT = true;
+#else
+#undef SDPA_REWRITE_TILES
+constexpr bool HAS_DOT = false;
 #endif
 #if defined(SDPA_REWRITE_TILES)
-constexpr bool HAS_TILES = true, HAS_DOT = true;
-#elif defined(SDPA_REWRITE_DOTS)
-constexpr bool HAS_TILES = false, HAS_DOT = true;
+constexpr bool HAS_TILES = true;
 #else
-constexpr bool HAS_TILES = false, HAS_DOT = false;
+constexpr bool HAS_TILES = false;
 #endif
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -32,7 +34,7 @@ inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step 
 // c + a * b; of words that hold two bfloat16 each: c + a0 * b0 + a1 * b1.
 template <bool DOT>
 inline V fma(V a, V b, V c) {
-#if defined(SDPA_REWRITE_CAN_DOT)
+#if defined(SDPA_REWRITE_PAIRS)
   if constexpr (DOT) {
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
   }
