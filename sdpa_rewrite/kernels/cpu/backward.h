@@ -245,11 +245,11 @@ class BackwardThread {
     differentiate(t, kind);
     const int64_t r = words<DOT>(t.row), rows = words<DOT>(t.rows);
     const Left weights = transposed(probability, t.rows);
-    multiply<DOT>(weights.data, weights.row, weights.step, grad_right + r * width, width, grad_value, width, t.columns, width, rows, nullptr,
-                  false);
+    multiply<DOT>(weights.data, weights.row, weights.step, grad_right + r * width, width, grad_value, width, t.columns,
+                  width, rows, nullptr, false);
     const Left slopes = transposed(slope, t.rows);
-    multiply<DOT>(slopes.data, slopes.row, slopes.step, query_right + r * depth, depth, grad_key, depth, t.columns, depth, rows, nullptr,
-                  false);
+    multiply<DOT>(slopes.data, slopes.row, slopes.step, query_right + r * depth, depth, grad_key, depth, t.columns,
+                  depth, rows, nullptr, false);
     const float* by_row = slope;
     if constexpr (DOT) {
       pack_left<DOT>(slope, t.rows, left);
