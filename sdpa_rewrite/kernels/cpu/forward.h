@@ -152,7 +152,7 @@ class ForwardThread {
   const Forward<T, TO>& call;
   const P& program;
   const Sizes& size;
-  int64_t depth, width; // words of a query, padded floats of an output row
+  int64_t floats, depth, width; // of a query: padded floats, and words; of an output row: padded floats
   Workspace space;
   TilesOfThread tiles;
 
@@ -161,13 +161,14 @@ class ForwardThread {
   Rows rows;
 
   ForwardThread(const Forward<T, TO>& c, const P& p, int64_t most)
-      : call(c), program(p), size(c.size), depth(DOT ? words<DOT>(c.size.depth) : round_up(c.size.depth, W)),
-        width(round_up(c.size.width, W)),
-        space(most * (depth + width + W + 2) + TILE * (2 * depth + width + 3 * STEP) + p.scratch() + 256) {
-    query = space.take(most * depth);
+      : call(c), program(p), size(c.size), floats(round_up(c.size.depth, W)),
+        depth(DOT ? words<DOT>(c.size.depth) : floats), width(round_up(c.size.width, W)),
+        space(most * (depth + width + W + 2) + FEW * floats + TILE * (floats + depth + width + 3 * STEP) + p.scratch() +
+              256) {
+    query = space.take(std::max(most * depth, FEW * floats));
     out = space.take(most * width);
     rows = {space.take(most), space.take(most * W), space.take(most)};
-    key = space.take(TILE * depth);
+    key = space.take(TILE * floats);
     packing = space.take(TILE * depth);
     value = space.take(TILE * width);
     tile = space.take(STEP * TILE);
@@ -179,9 +180,13 @@ class ForwardThread {
   // The rows of `t` over the tiles of keys [first, last): unnormalised in `out`, statistics in `rows`.
   void run(const Tile& t, int64_t first, int64_t last, bool skipping) {
     for (int64_t r = 0; r < t.rows; ++r) {
-      float* q = query + r * depth;
-      pack_row<DOT>(call.query.at(t.b, t.h, t.g(r), t.i(r)), call.query.column, size.depth, q);
-      if constexpr (!DOT) std::fill(q + size.depth, q + depth, 0.0f);
+      const T* from = call.query.at(t.b, t.h, t.g(r), t.i(r));
+      if (!DOT || t.rows <= FEW) {
+        pack_row<false>(from, call.query.column, size.depth, query + r * floats);
+        std::fill(query + r * floats + size.depth, query + (r + 1) * floats, 0.0f);
+      } else {
+        pack_row<DOT>(from, call.query.column, size.depth, query + r * depth);
+      }
     }
     std::fill_n(out, t.rows * width, 0.0f);
     std::fill_n(rows.sum, t.rows * W, 0.0f);
@@ -210,7 +215,7 @@ class ForwardThread {
     }
   }
 
-  // The keys of a tile, transposed unless there are few rows, and the values.
+  // The keys of a tile, transposed, and the values; where there are few rows, both as floats that lie as they are.
   struct Keys {
     bool few;
     FloatRows key, value;
@@ -220,11 +225,9 @@ class ForwardThread {
     const auto& k = call.key;
     const auto& v = call.value;
     const T *first = k.at(t.b, t.h, 0, column), *first_value = v.at(t.b, t.h, 0, column);
-    if constexpr (!DOT) {
-      if (t.rows <= FEW) {
-        return {true, float_rows(first, k.row, k.column, columns, size.depth, key),
-                float_rows(first_value, v.row, v.column, columns, size.width, value)};
-      }
+    if (t.rows <= FEW) {
+      return {true, float_rows(first, k.row, k.column, columns, size.depth, key),
+              float_rows(first_value, v.row, v.column, columns, size.width, value)};
     }
     pack_right_transposed<DOT>(first, k.row, k.column, columns, size.depth, key, packing);
     pack_right<DOT>(first_value, v.row, v.column, columns, size.width, width, value);
@@ -232,9 +235,12 @@ class ForwardThread {
   }
 
   void step(const Tile& t, Block kind, const Keys& keys) {
-    const float* q = query + t.row * depth;
-    if (keys.few) multiply_rows(q, depth, keys.key.data, keys.key.step, tile, t.rows, t.columns, depth);
-    else multiply<DOT>(q, depth, 1, key, TILE, tile, TILE, t.rows, t.wide(), words<DOT>(size.depth), nullptr, true);
+    if (keys.few) {
+      multiply_rows(query + t.row * floats, floats, keys.key.data, keys.key.step, tile, t.rows, t.columns, floats);
+    } else {
+      multiply<DOT>(query + t.row * depth, depth, 1, key, TILE, tile, TILE, t.rows, t.wide(), words<DOT>(size.depth),
+                    nullptr, true);
+    }
     logits(program, tile, t, call.scale, kind, scratch);
     const Rows here{rows.maximum + t.row, rows.sum + t.row * W, rows.alpha + t.row};
     const float scale = P::has_score || P::has_bare ? 1.0f : call.scale;
@@ -243,13 +249,14 @@ class ForwardThread {
       program.factor(factor, t, scratch);
       each_vector(t, [&](int64_t k) { (V::loadu(tile + k) * V::loadu(factor + k)).store(tile + k); });
     }
-    const float* weights = tile;
-    if constexpr (DOT) {
-      pack_left<DOT>(tile, t.rows, left);
-      weights = left;
+    float* to = out + t.row * width;
+    const auto [of_value, next] = keys.value;
+    if (!DOT || keys.few) {
+      return multiply<false>(tile, TILE, 1, of_value, next, to, width, t.rows, width, t.columns, here.alpha, false);
     }
-    multiply<DOT>(weights, words<DOT>(TILE), 1, keys.value.data, keys.value.step, out + t.row * width, width, t.rows,
-                  width, words<DOT>(t.columns), here.alpha, false);
+    pack_left<DOT>(tile, t.rows, left);
+    multiply<DOT>(left, words<DOT>(TILE), 1, of_value, next, to, width, t.rows, width, words<DOT>(t.columns),
+                  here.alpha, false);
   }
 
   void write(const Tile& t) {
