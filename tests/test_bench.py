@@ -192,6 +192,8 @@ def test_a_table() -> None:
         "    pass: 2 (at least 1.65x as fast as sdpa)",
         "    FAIL: 0.5 (at least 65% of the peak)",
     ]
+    beyond = judged(RESULT, with_bars(Bar("speed", 4.8, "sdpa")))
+    assert "    FAIL: 2 (at least 4.8x as fast as sdpa, which takes 120% of the peak)" in table.table([beyond])
     assert table.missing([RESULT, RESULT]) == "not run: flex: inference only on CPU"
 
 
