@@ -18,7 +18,7 @@ LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 class Verdict:
     """A bar, what was measured (None: nothing), and whether it was reached.
 
-    ``asked``: the share of the multiply-add peak that a bar on speed takes, since the other is fast on this CPU too.
+    ``asked``: the share of the multiply-add peak that ours would have to reach for a bar on speed.
     """
 
     bar: str

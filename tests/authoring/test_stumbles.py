@@ -13,6 +13,7 @@ from torch import Tensor
 from sdpa_rewrite import Match, Pattern, PatternError, Scalar, config, pattern, patterns
 from sdpa_rewrite.authoring.lifted import lifted_variant
 from sdpa_rewrite.testing import Case, assert_misses, assert_rewrites, check_pattern
+from sdpa_rewrite.testing.running import exactly
 from tests.authoring import forms
 from tests.authoring.test_declarations import K, Q, V
 
@@ -132,6 +133,25 @@ def test_a_replacement_or_check_that_is_wrong(made: Pattern, function: Callable[
 
 def test_gradients_are_compared_where_there_are_gradients() -> None:
     assert_rewrites(forms.plain, forms.tensors(), by="gated", patterns=[gated(detached)])
+
+
+def test_what_cannot_run_in_float64_is_compared_with_eager_and_what_fails_there_is_not_hidden() -> None:
+    """The judge of an error is float64: only a type that the code names may do without."""
+
+    def casts(x: Tensor) -> Tensor:
+        return x.float() @ x.mT
+
+    def fails(x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("out of luck")
+        return x @ x.mT
+
+    x = torch.randn(3, 4)
+    eager: list[Tensor | None] = [torch.ones(3, 3)]
+    assert exactly(casts, [x], eager) is eager
+    assert exactly(torch.relu, [x], eager) is not eager
+    with pytest.raises(RuntimeError, match="out of luck"):
+        exactly(fails, [x], eager)
 
 
 def test_a_pattern_may_cast_to_float32() -> None:

@@ -365,7 +365,8 @@ void backward(const Backward<T, TO>& call, const P& program) {
         for (int64_t k = 1; k < share; ++k) {
           const float* from = to + sums * k;
           for (int64_t x = first * depth; x < last * depth; ++x) to[x] += from[x];
-          for (int64_t x = s.columns * depth + first * width; x < s.columns * depth + last * width; ++x) to[x] += from[x];
+          const int64_t values = s.columns * depth;
+          for (int64_t x = values + first * width; x < values + last * width; ++x) to[x] += from[x];
         }
         write(head, to, first, last);
       }

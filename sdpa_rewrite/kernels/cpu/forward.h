@@ -17,7 +17,8 @@ struct Sizes {
   int64_t batch, heads, group, rows, columns, depth, width;
 };
 
-// Some rows of one head of keys, and a tile of columns.  Rows run over `span` positions of one query head after another.
+// Some rows of one head of keys, and a tile of columns.  Rows run over `span` positions of one query head after
+// another.
 struct Tile {
   int64_t b, h, g0, i0, span, row, rows, column, columns;
   int64_t g(int64_t r) const { return g0 + (row + r) / span; }

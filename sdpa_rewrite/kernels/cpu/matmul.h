@@ -75,8 +75,8 @@ inline void multiply_some(const float* a, int64_t row, int64_t step, const float
 #if defined(SDPA_REWRITE_TILES)
 inline std::atomic<bool> tiles_work{true}; // until oneDNN refuses: torch was built without its kernels, or it is off
 
-// c[m, n] (+)= a[m, k] b[k, n] of pairs of bfloat16, by oneDNN's kernel for these sizes, as torch's own attention has it:
-// packed as they are for dot products, the operands are what it takes.  Returns whether it did.
+// c[m, n] (+)= a[m, k] b[k, n] of pairs of bfloat16, by oneDNN's kernel for these sizes, as torch's own attention has
+// it: packed as they are for dot products, the operands are what it takes.  Returns whether it did.
 inline bool multiply_tiles(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int64_t m,
                            int64_t n, int64_t k, bool fresh) {
   try {

@@ -14,8 +14,8 @@ using V = Vectorized<float>;
 constexpr int W = V::size();
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-// How products of bfloat16 are made, as processor.py chose: of pairs, by dot products (SDPA_REWRITE_DOTS) or, where there
-// are rows enough, in tiles by oneDNN (SDPA_REWRITE_TILES); or as floats, which is all that some compilers can.
+// How products of bfloat16 are made, as processor.py chose: of pairs, by dot products (SDPA_REWRITE_DOTS) or, where
+// there are rows enough, in tiles by oneDNN (SDPA_REWRITE_TILES); or as floats, which is all that some compilers can.
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512BF16__) && !defined(SDPA_REWRITE_FLOATS)
 #define SDPA_REWRITE_PAIRS
 constexpr bool HAS_DOT = true;
@@ -97,7 +97,9 @@ inline V hyperbolic_tangent(V x) {
   for (const float c : {2.058331155e-5f, 3.494024264e-3f, 0.1337970939f, 0.9999999791f}) {
     above = at::vec::fmadd(above, square, V(c));
   }
-  for (const float c : {3.283075942e-4f, 2.58710343e-2f, 0.4671302467f, 1.0f}) below = at::vec::fmadd(below, square, V(c));
+  for (const float c : {3.283075942e-4f, 2.58710343e-2f, 0.4671302467f, 1.0f}) {
+    below = at::vec::fmadd(below, square, V(c));
+  }
   return smaller(one, larger(V(-1.0f), y * above / below));
 }
 
@@ -111,7 +113,9 @@ inline V exponential(V x) {
   const V n = (y * V(1.44269504088896341f)).round();
   const V f = at::vec::fmadd(n, V(2.12194440e-4f), at::vec::fmadd(n, V(-0.693359375f), y));
   V p(1.38888889e-3f);
-  for (const float c : {8.33333333e-3f, 4.16666667e-2f, 1.66666667e-1f, 0.5f, 1.0f, 1.0f}) p = at::vec::fmadd(p, f, V(c));
+  for (const float c : {8.33333333e-3f, 4.16666667e-2f, 1.66666667e-1f, 0.5f, 1.0f, 1.0f}) {
+    p = at::vec::fmadd(p, f, V(c));
+  }
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_scalef_ps(p, n);
 #else
