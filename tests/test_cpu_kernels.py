@@ -133,6 +133,32 @@ def test_learned_bias_and_temperature_beside_a_mask_with_a_full_row() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+def test_a_mask_by_the_logarithm_of_what_is_nearly_zero() -> None:
+    """1e-45 is denormal: the kernel may flush its own such numbers to 0, not a program's, nor anybody's afterwards."""
+
+    def masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        return (torch.sigmoid(q @ k.mT) * seen + 1e-45).log().softmax(-1) @ v
+
+    seen = torch.rand(30, 70) < 0.5
+    seen[4] = False
+    tensors = [torch.randn(2, 2, 30, 8), torch.randn(2, 2, 70, 8), torch.randn(2, 2, 70, 8)]
+    with report.collect() as collected:
+        check(ours(lambda q, k, v: masked(q, k, v, seen)), lambda q, k, v: masked(q, k, v, seen), tensors)
+    assert {o.emitter for o in collected.sites} == {"fused"}
+    assert (torch.full((64,), 1e-40) * 0.5).min() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_far_apart(dtype: torch.dtype) -> None:
+    """Of most weights nothing is left in float32; the gradients of others are on the edge."""
+
+    def steep(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * 8.0).softmax(-1) @ v
+
+    tensors = [torch.randn(1, 2, 100, 16, dtype=dtype) for _ in "qkv"]
+    check(ours(steep), steep, tensors)
+
+
 @torch.no_grad()
 def test_a_mask_of_few_rows_that_differ() -> None:
     """The first row says nothing of the others: there nothing is hidden, or everything of a tile."""

@@ -14,7 +14,7 @@ from torch.nn.functional import dropout, scaled_dot_product_attention
 from sdpa_rewrite.bench.case import Function
 
 INFINITY = float("inf")
-WINDOW, CAP, DROPOUT = 256, 30.0, 0.1
+WINDOW, CAP, DROPOUT, SHARP = 256, 30.0, 0.1, 4.0
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,11 @@ def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores(q, k).softmax(-1) @ v
 
 
+def sharp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Most weights are below the smallest float, or denormal, which many CPUs are slow at."""
+    return (q @ k.transpose(-2, -1) * SHARP).softmax(-1) @ v
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Each query sees the keys up to its own position."""
     return scores(q, k).masked_fill(behind(q, k) < 0, -INFINITY).softmax(-1) @ v
@@ -169,6 +174,11 @@ def soft_cap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def sdpa_full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """No mask."""
     return scaled_dot_product_attention(q, k, v, enable_gqa=q.size(1) != k.size(1))
+
+
+def sdpa_sharp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """No mask, another scale."""
+    return scaled_dot_product_attention(q, k, v, scale=SHARP)
 
 
 def sdpa_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -256,6 +266,7 @@ def _ids(size: Size, dtype: torch.dtype) -> list[Tensor]:
 
 
 FULL = Form("full", full, sdpa_full)
+FULL_SHARP = Form("full, logits far apart", sharp, sdpa_sharp)
 CAUSAL = Form("causal", causal, sdpa_causal, mask_mod=_is_causal, seen=0.5)
 CAUSAL_DROPOUT = Form("causal, dropout 0.1", causal_dropout, sdpa_dropout, seen=0.5)
 BOOL_MASK = Form("causal bool tensor", bool_mask, sdpa_mask, mask_mod=_in_mask, more=_lower, seen=0.5)

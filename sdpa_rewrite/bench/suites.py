@@ -68,7 +68,7 @@ def case(suite: str, form: Form, size: Size, dtype: torch.dtype, training: bool,
 
 
 def forward(scope: Scope) -> Iterator[Case]:
-    """No mask and a causal one, against torch's operator and the peak of the machine."""
+    """No mask and a causal one, and logits far apart, against torch's operator and the peak of the machine."""
     for dtype in scope.dtypes:
         for form in (forms.FULL, forms.CAUSAL):
             for size in scope.of(Size(1, 8, 2048, 64), Size(1, 8, 2048, 128)):
@@ -76,6 +76,9 @@ def forward(scope: Scope) -> Iterator[Case]:
                 if form is forms.FULL and size.depth == 128:
                     bars.append(Bar("peak", 0.58 if dtype == torch.bfloat16 else 0.65))
                 yield case("forward", form, size, dtype, False, scope.bars(size, *bars))
+        for size in scope.of(Size(1, 8, 2048, 64)):
+            bars = [by_dtype(dtype, 1.65, 3.3, "sdpa")]
+            yield case("forward", forms.FULL_SHARP, size, dtype, False, scope.bars(size, *bars))
 
 
 def training(scope: Scope) -> Iterator[Case]:

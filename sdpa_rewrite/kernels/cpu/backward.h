@@ -23,7 +23,6 @@ constexpr int64_t ROWS = 256; // of a piece
 template <class T, class TO, class P>
 class BackwardThread {
   static constexpr bool DOT = HAS_DOT && std::is_same_v<T, c10::BFloat16>;
-  static constexpr bool MODIFIED = P::has_score || P::has_bare;
   const Backward<T, TO>& call;
   const P& program;
   const Sizes& size;
@@ -171,14 +170,14 @@ class BackwardThread {
         const Block kind = program.block(some);
         if (kind == Block::hidden && skipping) continue;
         products(some);
-        weigh(some, kind == Block::hidden ? Block::mixed : kind);
-        settle(some);
+        settle(some, weigh(some, kind == Block::hidden ? Block::mixed : kind));
       }
     }
   }
 
-  void settle(const Tile& t) {
-    const V s(MODIFIED ? 1.0f : call.scale);
+  void settle(const Tile& t, float scale) {
+    const Flushing flushing;
+    const V s(scale);
     for (int64_t r = 0; r < t.rows; ++r) {
       const V shift(maximum[t.row + r]), share(inverse[t.row + r]);
       V sum(0.0f);
@@ -228,6 +227,7 @@ class BackwardThread {
     multiply_rows(few_query, depth, keys.data, keys.step, scores, t.rows, t.columns, depth);
     multiply_rows(few_grad, width, values.data, values.step, slope, t.rows, t.columns, width);
     differentiate(t, kind == Block::hidden ? Block::mixed : kind);
+    const Flushing flushing;
     multiply<false>(probability, 1, TILE, few_grad, width, tile_value, width, t.columns, width, t.rows, nullptr, true);
     multiply<false>(slope, 1, TILE, few_query, depth, tile_key, depth, t.columns, depth, t.rows, nullptr, true);
     multiply<false>(slope, TILE, 1, keys.data, keys.step, grad_query, depth, t.rows, depth, t.columns, nullptr, false);
@@ -243,6 +243,7 @@ class BackwardThread {
   void step(const Tile& t, Block kind, float* grad_key, float* grad_value) {
     products(t);
     differentiate(t, kind);
+    const Flushing flushing;
     const int64_t r = words<DOT>(t.row), rows = words<DOT>(t.rows);
     const Left weights = transposed(probability, t.rows);
     multiply<DOT>(weights.data, weights.row, weights.step, grad_right + r * width, width, grad_value, width, t.columns,
@@ -273,32 +274,34 @@ class BackwardThread {
     return {turned, TILE, 1};
   }
 
-  // From scores: logits and the factor.
-  void weigh(const Tile& t, Block kind) {
-    if constexpr (MODIFIED) {
+  // From scores: logits and the factor.  Returns what the logits have yet to be multiplied by.
+  float weigh(const Tile& t, Block kind) {
+    const bool programmed = made<P>(kind);
+    if (programmed) {
       each_vector(t, [&](int64_t k) {
         const V x = V::loadu(scores + k) * V(call.scale);
         x.store(raw + k);
         x.store(scores + k);
       });
     }
-    logits(program, scores, t, MODIFIED ? 1.0f : call.scale, kind, scratch);
+    logits(program, scores, t, 1.0f, kind, scratch);
     if constexpr (P::has_factor) program.factor(factor, t, scratch);
+    return programmed ? 1.0f : call.scale;
   }
 
   // From scores and the slopes of the weights: probabilities, times the factor, and the slopes of the scores.
   void differentiate(const Tile& t, Block kind) {
-    weigh(t, kind);
-    soften(t);
-    if constexpr (MODIFIED) {
-      program.backward(raw, slope, t, kind, scratch, learned);
-      each_vector(t, [&](int64_t k) { (V::loadu(slope + k) * V(call.scale)).store(slope + k); });
-    }
+    soften(t, weigh(t, kind));
+    if (!made<P>(kind)) return;
+    program.backward(raw, slope, t, kind, scratch, learned);
+    const Flushing flushing;
+    each_vector(t, [&](int64_t k) { (V::loadu(slope + k) * V(call.scale)).store(slope + k); });
   }
 
-  // The same from logits.
-  void soften(const Tile& t) {
-    const V s(MODIFIED ? 1.0f : call.scale);
+  // The same from logits that are still to be multiplied by `scale`.
+  void soften(const Tile& t, float scale) {
+    const Flushing flushing;
+    const V s(scale);
     const int64_t wide = t.wide();
     for (int64_t r = 0; r < t.rows; ++r) {
       const V shift(maximum[t.row + r]), share(inverse[t.row + r]), less(delta[t.row + r]);

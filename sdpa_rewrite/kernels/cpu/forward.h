@@ -75,10 +75,14 @@ inline Tile part(const Tile& t, int64_t row, int64_t rows, int64_t column, int64
   return out;
 }
 
-// Logits of a tile from its scores.
+// Whether a program makes logits of a tile's scores; else they are the scores, times the scale.
+template <class P>
+inline bool made(Block kind) { return kind == Block::mixed ? P::has_score : P::has_bare; }
+
+// Logits of a tile from its scores; not yet times `scale` where no program makes them.
 template <class P>
 inline void logits(const P& program, float* tile, const Tile& t, float scale, Block kind, float* scratch) {
-  if (scale != 1.0f && (P::has_score || P::has_bare)) {
+  if (scale != 1.0f && made<P>(kind)) {
     each_vector(t, [&](int64_t k) { (V::loadu(tile + k) * V(scale)).store(tile + k); });
   }
   if constexpr (P::has_score) {
@@ -244,12 +248,16 @@ class ForwardThread {
     }
     logits(program, tile, t, call.scale, kind, scratch);
     const Rows here{rows.maximum + t.row, rows.sum + t.row * W, rows.alpha + t.row};
-    const float scale = P::has_score || P::has_bare ? 1.0f : call.scale;
-    with_width<TILE / W>(t.wide() / W, [&](auto n) { soften<decltype(n)::value>(tile, here, t.rows, scale); });
+    const float scale = made<P>(kind) ? 1.0f : call.scale;
+    {
+      const Flushing flushing;
+      with_width<TILE / W>(t.wide() / W, [&](auto n) { soften<decltype(n)::value>(tile, here, t.rows, scale); });
+    }
     if constexpr (P::has_factor) {
       program.factor(factor, t, scratch);
       each_vector(t, [&](int64_t k) { (V::loadu(tile + k) * V::loadu(factor + k)).store(tile + k); });
     }
+    const Flushing flushing;
     float* to = out + t.row * width;
     const auto [of_value, next] = keys.value;
     if (!DOT || keys.few) {
