@@ -44,12 +44,12 @@ def own(tensors: Any) -> list[Tensor]:
     return [x.detach().clone().requires_grad_() if x.is_floating_point() else x for x in tensors]
 
 
-def results(function: Function, tensors: Any) -> list[Tensor]:
+def results(function: Function, tensors: Any, cotangent_seed: int = 1) -> list[Tensor]:
     """The output and the gradient of every float tensor."""
     given = own(tensors)
     torch.manual_seed(0)
     out = function(*given)
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(cotangent_seed)).to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, [x for x in given if x.requires_grad], cotangent)]
 
 

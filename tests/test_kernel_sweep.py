@@ -20,7 +20,10 @@ pytestmark = pytest.mark.codegen
 Function = Callable[..., Tensor]
 GROUP = 3
 LENGTHS = (2, 5, 17, 64, 65, 129, 300)
+COTANGENTS = 4
 HEAD_SIZES = (8, 16, 40, 80, 96, 256)
+LAYOUTS = ((False, False, False), (True, True, True), (True, False, True))
+"""Which of query, key and value have their heads after their positions in memory: each compiles a kernel."""
 ROUNDINGS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 """Of the largest value: what may be added to half as much again as the error of the program as written."""
 CANCELLED = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -51,11 +54,14 @@ def tensors(draw: st.DrawFn, function: Function) -> list[Tensor]:
     heads = shared * (GROUP if function is grouped else 1)
     rows, columns = draw(st.sampled_from(LENGTHS)), draw(st.sampled_from((*LENGTHS, 1000)))
     depth, width = draw(st.sampled_from(HEAD_SIZES)), draw(st.sampled_from(HEAD_SIZES))
+    layout = draw(st.sampled_from(LAYOUTS))
     if function is grouped:
         rows = min(rows, columns)  # every row sees a key
     out = [
-        _laid(torch.randn(batch, h, n, d), draw(st.booleans()))
-        for h, n, d in ((heads, rows, depth), (shared, columns, depth), (shared, columns, width))
+        _laid(torch.randn(batch, h, n, d), transposed)
+        for h, n, d, transposed in zip(
+            (heads, shared, shared), (rows, columns, columns), (depth, depth, width), layout, strict=True
+        )
     ]
     if function is biased:
         hidden = torch.rand(batch, 1, rows, columns) > draw(st.sampled_from((0.3, 0.9)))
@@ -105,13 +111,31 @@ def test_no_less_exact_than_unfused(function: Function, dtype: torch.dtype) -> N
 
 
 def _check(function: Function, drawn: list[Tensor]) -> None:
-    exact = results(function, [x.double() if x.is_floating_point() else x for x in drawn])
-    yardsticks = [results(f, drawn) for f in (function, *((sdpa,) if function is plain else ()))]
-    for k, (ours, true) in enumerate(zip(results(fused(function), drawn), exact, strict=True)):
-        error, *others = (float((x.double() - true).abs().max()) for x in (ours, *(y[k] for y in yardsticks)))
-        noise = ROUNDINGS[ours.dtype] * float(true.abs().max()) + CANCELLED[ours.dtype]
-        told = f"value {k} of {[tuple(x.shape) for x in drawn]}, up to {float(true.abs().max()):.3g}"
+    """One number for all of a head is a sum whose error is chance: each error is a mean over some cotangents."""
+
+    def errors(f: Function) -> list[float]:
+        runs = (zip(results(f, drawn, c), true, strict=True) for c, true in enumerate(exact))
+        squares = zip(*([(x.double() - y).square() for x, y in run] for run in runs), strict=True)
+        return [float(torch.stack(s).mean(0).max()) ** 0.5 for s in squares]
+
+    double = [x.double() if x.is_floating_point() else x for x in drawn]
+    exact = [results(function, double, c) for c in range(COTANGENTS)]
+    yardsticks = [errors(f) for f in (function, *((sdpa,) if function is plain else ()))]
+    for k, (error, *others) in enumerate(zip(errors(fused(function)), *yardsticks, strict=True)):
+        largest, dtype = max(float(true[k].abs().max()) for true in exact), drawn[0].dtype
+        told = f"value {k} of {[tuple(x.shape) for x in drawn]}, up to {largest:.3g}"
+        noise = ROUNDINGS[dtype] * largest + CANCELLED[dtype]
         assert error <= 1.5 * max(others) + noise, f"{told}: {error:.3g}, as written and by ATen's kernel {others}"
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_what_cancels_is_zero(n: int) -> None:
+    """Where a row sees one key, its probability is 1 and all slopes of its scores are 0, but for their rounding."""
+    q, k, v, bias = (torch.randn(s) for s in ((2, 3, n, 40), (2, 3, 17, 40), (2, 3, 17, 40), (3, n, 17)))
+    hidden = torch.ones(2, 1, n, 17, dtype=torch.bool).scatter(-1, torch.randint(17, (2, 1, n, 1)), False)
+    temperature = torch.randn(3, 1, 1) / 5
+    _, grad_query, grad_key, _, *learned = results(fused(biased), [q, k, v, bias, temperature, hidden])
+    assert max(float(x.abs().max()) for x in (grad_query, grad_key, *learned)) < 1e-6
 
 
 def test_dropout_of_a_compiled_function_has_its_own_gradient() -> None:

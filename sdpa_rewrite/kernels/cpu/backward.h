@@ -72,12 +72,13 @@ class BackwardThread {
   // The rows of `t`: the gradient of the query is written.  Those of key and value are added to sums, or, where there
   // are none, written: `t` is then all that there is of its head.
   void run(const Tile& t, float* key_sums, float* value_sums) {
-    const bool skipping = prepare(t);
+    const bool few_rows = !key_sums && t.rows <= FEW;
+    const bool skipping = prepare(t, few_rows);
     for (int64_t column = 0; column < size.columns; column += TILE) {
       const Tile all = part(t, 0, t.rows, column, std::min(TILE, size.columns - column));
       if (key_sums) {
         columns(all, skipping, key_sums + column * depth, value_sums + column * width);
-      } else if (t.rows <= FEW) {
+      } else if (few_rows) {
         few(all, skipping);
         write(t.b, t.h, column, all.columns, tile_key, tile_value);
       } else {
@@ -126,7 +127,7 @@ class BackwardThread {
   }
 
   // Reads what belongs to rows.  Returns whether what is hidden from all of them can be skipped.
-  bool prepare(const Tile& t) {
+  bool prepare(const Tile& t, bool few_rows) {
     bool skipping = true;
     for (int64_t r = 0; r < t.rows; ++r) {
       const int64_t g = t.g(r), i = t.i(r), at = ((t.b * size.heads + t.h) * size.group + g) * size.rows + i;
@@ -138,7 +139,7 @@ class BackwardThread {
       if constexpr (!DOT) {
         std::fill(q + size.depth, q + depth, 0.0f);
         std::fill(o + size.width, o + width, 0.0f);
-      } else if (t.rows <= FEW) {
+      } else if (few_rows) {
         float_rows(from, 0, call.query.column, 1, size.depth, few_query + r * depth);
         float_rows(slopes, 0, call.grad.column, 1, size.width, few_grad + r * width);
       }
@@ -154,16 +155,23 @@ class BackwardThread {
       pack_right<DOT>(reinterpret_cast<T*>(grad), 2 * width_words, 1, t.rows, size.width, width, grad_right);
     }
     std::fill_n(grad_query, t.rows * depth, 0.0f);
-    if constexpr (P::sums_rows) settle(t, skipping);
+    if constexpr (P::sums_rows) settle(t, skipping, few_rows);
     return skipping;
   }
 
   // A row's sum of probability times slope, term by term.  It is output . gradient too, but the output is rounded, and
-  // a gradient that is the sum of a row's slopes, which nearly cancel, has nothing to hide that behind.
-  void settle(const Tile& t, bool skipping) {
+  // a gradient that is the sum of a row's slopes, which nearly cancel, has nothing to hide that behind.  The products
+  // are those that the slopes are made of, added in the same order.
+  void settle(const Tile& t, bool skipping, bool few_rows) {
     for (int64_t column = 0; column < size.columns; column += TILE) {
       const Tile all = part(t, 0, t.rows, column, std::min(TILE, size.columns - column));
-      if (skipping && program.block(all) == Block::hidden) continue;
+      const Block block = program.block(all);
+      if (skipping && block == Block::hidden) continue;
+      if (few_rows) {
+        few_products(all);
+        settle(all, weigh(all, block == Block::hidden ? Block::mixed : block));
+        continue;
+      }
       pack(all, column, all.columns);
       for (int64_t r = 0; r < t.rows; r += STEP) {
         const Tile some = part(all, r, std::min(STEP, t.rows - r), column, all.columns);
@@ -221,16 +229,22 @@ class BackwardThread {
       std::fill_n(tile_value, t.columns * width, 0.0f);
       return;
     }
-    const auto &k = call.key, &v = call.value;
-    const FloatRows keys = float_rows(k.at(t.b, t.h, 0, t.column), k.row, k.column, t.columns, size.depth, key);
-    const FloatRows values = float_rows(v.at(t.b, t.h, 0, t.column), v.row, v.column, t.columns, size.width, value);
-    multiply_rows(few_query, depth, keys.data, keys.step, scores, t.rows, t.columns, depth);
-    multiply_rows(few_grad, width, values.data, values.step, slope, t.rows, t.columns, width);
+    const FloatRows keys = few_products(t);
     differentiate(t, kind == Block::hidden ? Block::mixed : kind);
     const Flushing flushing;
     multiply<false>(probability, 1, TILE, few_grad, width, tile_value, width, t.columns, width, t.rows, nullptr, true);
     multiply<false>(slope, 1, TILE, few_query, depth, tile_key, depth, t.columns, depth, t.rows, nullptr, true);
     multiply<false>(slope, TILE, 1, keys.data, keys.step, grad_query, depth, t.rows, depth, t.columns, nullptr, false);
+  }
+
+  // Scores, and the slopes of the weights, of few rows.  Returns the tile's keys.
+  FloatRows few_products(const Tile& t) {
+    const auto &k = call.key, &v = call.value;
+    const FloatRows keys = float_rows(k.at(t.b, t.h, 0, t.column), k.row, k.column, t.columns, size.depth, key);
+    const FloatRows values = float_rows(v.at(t.b, t.h, 0, t.column), v.row, v.column, t.columns, size.width, value);
+    multiply_rows(few_query, depth, keys.data, keys.step, scores, t.rows, t.columns, depth);
+    multiply_rows(few_grad, width, values.data, values.step, slope, t.rows, t.columns, width);
+    return keys;
   }
 
   // Scores, and the slopes of the weights.
