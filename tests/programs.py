@@ -70,7 +70,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         *("softmax", "float32", "cast", "positive_dim", "exp_sum", "exp_sum_max", "log_softmax", "safe", "nan_to_num"),
         *("sink", "sink_max", "minus_max", "reciprocal", "plus_one"),
     ),
-    "weight": ("none", "none", "none", "p0", "given", "dropout", "gate", "refill", "half_cast"),
+    "weight": ("none", "none", "none", "p0", "given", "dropout", "gate", "refill", "again", "half_cast"),
     "out": ("plain", "merge", "transpose", "residual", "float", "twice"),
     "dtype": (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64),
     "autocast": (False, False, False, True),
@@ -271,7 +271,7 @@ def _extras(program: Program, randn: Any, rand: Any, qkv: Tensors) -> Tensors:
         out["dropped"] = rand(b, h, s, t) > 0.2
     if program.weight == "gate":
         out["gate"] = rand(h, 1, 1).to(program.dtype)
-    if program.weight == "refill":
+    if program.weight in ("refill", "again"):
         out["refill"] = rand(b, 1, s, t) > 0.3
     return out
 
@@ -621,6 +621,9 @@ def _weigh(program: Program, p: Tensor, x: Tensors) -> Tensor:
         return p * _fit(program, x["gate"])
     if kind == "refill":
         return p.masked_fill(_fit(program, x["refill"]), 0.0)
+    if kind == "again":
+        p = p * ~_fit(program, x["refill"])
+        return p / (p.sum(-1, keepdim=True) + 1e-6)
     if kind == "half_cast" and p.dtype == torch.float32:
         return p.to(torch.float32)
     return p

@@ -8,6 +8,7 @@ statistics.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -17,14 +18,15 @@ from torch.fx import Node
 
 from sdpa_rewrite.algebra.axes import Dims, atoms_of, product, same_size
 from sdpa_rewrite.algebra.interpret import evaluate
-from sdpa_rewrite.algebra.term import Term, Terms, contains, subterms
+from sdpa_rewrite.algebra.term import Term, subterms
 from sdpa_rewrite.emit.base import Inputs, compute_dtype, device_of, dtype_of, inlines
 from sdpa_rewrite.emit.heads import Heads, heads_of, in_groups
 from sdpa_rewrite.emit.programs import Programs, drawn
-from sdpa_rewrite.emit.rows import logit_dtype, other_infinities, row_factor, zeroed
+from sdpa_rewrite.emit.rows import logit_dtype, other_infinities, zeroed
 from sdpa_rewrite.emit.scalars import SCALAR
 from sdpa_rewrite.emit.scale import finite_number, leading_factor
 from sdpa_rewrite.emit.visible import visibility
+from sdpa_rewrite.emit.weights import Weights, weights_of
 from sdpa_rewrite.kernels.cpu import lowering as cpu_lowering
 from sdpa_rewrite.kernels.op import differentiable_attention
 from sdpa_rewrite.kernels.spec import Spec, name_of
@@ -68,10 +70,16 @@ class Fused:
             "key": (*own, site.columns, site.depth),
             "value": (*own, site.columns, site.width),
         }
+        weights = weights_of(site)
+        assert weights is not None, "reasons_against"
         dtype = compute_dtype(site)
+        if weights.row_sum is not None:  # in half a sum may be too small to divide by
+            dtype = torch.promote_types(dtype, torch.float32)
         q, k, v = (inputs.arranged(role, list(d)).to(dtype) for role, d in operands.items())
+        if weights.row_sum is not None:
+            v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
         cpu_lowering.register()
-        programs, numbers, spec = _programs(site, inputs, heads)
+        programs, numbers, spec = _programs(site, inputs, heads, weights)
         spec = dataclasses.replace(
             spec,
             dtype=name_of(dtype),
@@ -79,13 +87,17 @@ class Fused:
             grad_orders=tuple(_grad_order(site, role, d) for role, d in operands.items()),
         )
         out, maximum, total = differentiable_attention(q, k, v, tuple(programs.captures), numbers, spec)
-        share = _row_share(site, inputs, dims[:4], maximum, total)
+        if weights.nan_is_zero:
+            out = torch.where((total.isnan() | (maximum == -INFINITY))[..., None], 0.0, out)
+        share = _row_share(site, inputs, dims[:4], weights, out, maximum, total)
+        if weights.row_sum is not None:
+            out = out[..., :-1]
         if share is not None:
             out = (out * share[..., None]).to(out.dtype)
         return out.to(dtype_of(site.result)), dims
 
 
-def _programs(site: Site, inputs: Inputs, heads: Heads) -> tuple[Programs, tuple[Any, ...], Spec]:
+def _programs(site: Site, inputs: Inputs, heads: Heads, weights: Weights) -> tuple[Programs, tuple[Any, ...], Spec]:
     """The programs of the call, its numbers and its static part."""
     learned = frozenset(g.role for g in site.gradients) - ROLES
     programs = Programs(site, heads, inputs, logit_dtype(inputs), learned)
@@ -100,9 +112,8 @@ def _programs(site: Site, inputs: Inputs, heads: Heads) -> tuple[Programs, tuple
     if seen.hides and seen.bare is not hole:
         parts["bare"] = programs.add_of_score(seen.bare)
         parts["bare_backward"] = programs.add_backward(seen.bare) if site.training else None
-    factor = weight_factor(site)
-    if factor is not None and row_factor(site) is None:
-        parts["factor"] = programs.add(factor)
+    if not weights.trivial:
+        parts["factor"] = programs.add(weights.factor)
     if seen.code is not None:
         parts["visible"] = programs.add(seen.code)
     for name, bound in (("low", seen.low), ("high", seen.high)):
@@ -114,7 +125,7 @@ def _programs(site: Site, inputs: Inputs, heads: Heads) -> tuple[Programs, tuple
         inputs=tuple(programs.inputs),
         learned=tuple(programs.learned_inputs),
         scale=scale,
-        safe=site.softmax == "safe" or site.sink is not None or zeroed(site) is not None,
+        safe=site.softmax == "safe" or site.sink is not None or zeroed(site) is not None or weights.nan_is_zero,
         floor=seen.floor,
         **parts,
     )
@@ -126,30 +137,6 @@ def split_scale(site: Site) -> tuple[Term, float]:
     rest, factor = leading_factor(site) or (site.score, site.terms.number(1.0))
     number = finite_number(factor)
     return (site.score, 1.0) if number is None else (rest, number)
-
-
-def weight_factor(site: Site) -> Term | None:
-    """What the weight program multiplies a probability by; None where it does anything else."""
-    return _linear(site.terms, site.weight, site.terms.hole("probability", site.scores_axes))
-
-
-def _linear(terms: Terms, term: Term, hole: Term) -> Term | None:
-    if term is hole:
-        return terms.number(1.0)
-    inner = [k for k, a in enumerate(term.args) if contains(a, hole)]
-    if len(inner) != 1:
-        return None
-    rest = _linear(terms, term.args[inner[0]], hole)
-    if rest is None:
-        return None
-    args = [rest if k == inner[0] else a for k, a in enumerate(term.args)]
-    if term.op == "mul" or (term.op == "div" and inner == [0]):
-        return terms.call(term.op, *args)
-    if term.op == "where" and inner[0] > 0:
-        other = term.args[3 - inner[0]]
-        if other.op == "number" and other.attr == 0:
-            return terms.call("where", *args)
-    return None
 
 
 def negated_mask(capture: Capture) -> Node | None:
@@ -192,35 +179,42 @@ def _order(wanted: Operand, dims: Dims, lasts: tuple[int, ...]) -> tuple[int, ..
     return order if order[-1] in lasts else usual
 
 
-def _row_share(site: Site, inputs: Inputs, dims: Dims, maximum: Tensor, total: Tensor) -> Tensor | None:
+def _row_share(
+    site: Site, inputs: Inputs, dims: Dims, weights: Weights, out: Tensor, maximum: Tensor, total: Tensor
+) -> Tensor | None:
     """What the rows of the output are multiplied by: their part beside the sink, and a weight that all keys share."""
-    share: Tensor | None = None
+    shares: list[Tensor] = []
     if site.sink is not None:
         empty = maximum == -INFINITY
         logsumexp = torch.where(empty, -INFINITY, maximum + torch.where(empty, 1.0, total).log())
         share = torch.sigmoid(logsumexp - _per_row(site, inputs, dims, site.sink))
-        if site.softmax == "safe":
-            share = torch.where(empty, 0.0, share)
-    factor = row_factor(site)
-    if factor is not None and factor is not site.terms.number(1.0):
-        rows = _per_row(site, inputs, dims, factor)
-        share = rows if share is None else share * rows
+        shares.append(torch.where(empty, 0.0, share) if site.softmax == "safe" else share)
     zero = zeroed(site)
     if zero is not None:
-        nothing = _over_columns(site, inputs, dims, zero).all(-1)
-        share = torch.where((maximum == -INFINITY) & ~nothing, math.nan, 1.0)
-    return share
+        nothing = _over_columns(site, inputs, dims, zero, {}).all(-1)
+        shares.append(torch.where((maximum == -INFINITY) & ~nothing, math.nan, 1.0))
+    if weights.share is not site.terms.number(1.0):
+        known = {}
+        if weights.row_sum is not None:
+            known[weights.row_sum] = functools.reduce(torch.mul, shares, out[..., -1])
+        shares.append(_per_row(site, inputs, dims, weights.share, known))
+    return functools.reduce(torch.mul, shares) if shares else None
 
 
-def _per_row(site: Site, inputs: Inputs, dims: Dims, term: Term) -> Tensor:
-    """A term that does not vary along the columns, as (batch, heads, group, rows), of size one where it is constant."""
-    return _over_columns(site, inputs, dims, term)[..., 0]
+def _per_row(site: Site, inputs: Inputs, dims: Dims, term: Term, known: dict[Term, Tensor] | None = None) -> Tensor:
+    """A term that does not vary along the columns, as (batch, heads, group, rows), of size one where it is constant.
+
+    ``known`` has holes' values in these four dimensions.
+    """
+    return _over_columns(site, inputs, dims, term, known or {})[..., 0]
 
 
-def _over_columns(site: Site, inputs: Inputs, dims: Dims, term: Term) -> Tensor:
+def _over_columns(site: Site, inputs: Inputs, dims: Dims, term: Term, known: dict[Term, Tensor]) -> Tensor:
     """A term as (batch, heads, group, rows, columns), of size one where it is constant."""
     groups = (*dims, site.columns)
     world = inputs.world(site, list(atoms_of(groups)), logit_dtype(inputs))
+    apart = [*(inputs.sizes.of(a.size) for a in atoms_of(dims)), *(1 for _ in site.columns)]
+    world.values.update((hole, value.reshape(apart)) for hole, value in known.items())
     return in_groups(groups, evaluate(term, world), world)
 
 
@@ -239,21 +233,22 @@ def _type_reasons(site: Site) -> list[str]:
 
 def _program_reasons(site: Site) -> list[str]:
     reasons = []
-    factor = weight_factor(site)
-    if factor is None:
+    weights = weights_of(site)
+    if weights is None:
         reasons.append("the probabilities are not only multiplied after the softmax")
-    inner = [site.score] if factor is None or row_factor(site) is not None else [site.score, factor]
+    inner = [site.score] if weights is None else [site.score, weights.factor]
     for term in dict.fromkeys(t for program in inner for t in subterms(program)):
         if term.op == "apply" and not inlines(term.attr[0]):
             reasons.append(f"the program applies {term.attr[0]}, which a kernel cannot inline")
         elif term.op not in ("apply", "hole", "number", "index", "float", *SCALAR):
             reasons.append(f"the program is not pointwise: {term.op}")
     learned = {g.role for g in site.gradients} - ROLES
-    if factor is not None and row_factor(site) is None:
-        if any(t.op == "hole" and t.attr in learned for t in subterms(factor)):
+    if weights is not None:
+        if any(t.op == "hole" and t.attr in learned for t in subterms(weights.factor)):
             reasons.append("what the probabilities are multiplied by needs a gradient")
-        reasons += _random_reasons(site, factor)
-    if site.training and zeroed(site) is not None and (others := other_infinities(site)):
+        reasons += _random_reasons(site, weights.factor)
+    kept = zeroed(site) is not None or (weights is not None and weights.nan_is_zero)
+    if site.training and kept and (others := other_infinities(site)):
         reasons.append(f"a row of -inf by {others[0]}, which is set to 0 in part, has NaN in part of a gradient")
     if any(drawn(c) for c in site.captures if _reads(site.score, c.name)):
         reasons.append("the score program draws random numbers")

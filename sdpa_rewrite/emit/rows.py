@@ -49,8 +49,12 @@ def zeroed(site: Site) -> Term | None:
 
 
 def other_infinities(site: Site) -> list[str]:
-    """What besides the places that are ``zeroed`` may make a score -inf, in words."""
-    blank = _chosen(site.weight, site.terms.number(0.0))
+    """What may make a score -inf, in words, besides replacing it, where rows of -inf become 0 after the softmax.
+
+    Where only some places of them become 0 (they are ``zeroed``), what replaces others counts too.
+    """
+    terms = site.terms
+    blank = _chosen(site.weight, terms.number(0.0)) if zeroed(site) else _chosen(site.score, terms.number(-math.inf))
     found, seen, stack = [], set(), [site.score]
     types = {c.name: c.operand.node.meta["val"].dtype for c in site.captures}
     while stack:

@@ -210,6 +210,30 @@ inline void uniform(float* dst, uint32_t seed, uint32_t offset, int64_t n) {
     const __m512 x = _mm512_cvtepi32_ps(_mm512_and_si512(c0, _mm512_set1_epi32(0x7FFFFFFF)));
     _mm512_storeu_ps(dst + k, _mm512_mul_ps(x, _mm512_set1_ps(4.6566127342e-10f)));
   }
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i m0 = _mm256_set1_epi64x(0xD2511F53), m1 = _mm256_set1_epi64x(0xCD9E8D57);
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  for (; k + 8 <= n; k += 8) {
+    __m256i c0 = _mm256_add_epi32(_mm256_set1_epi32(int(offset + uint32_t(k))), lanes);
+    __m256i c1 = _mm256_setzero_si256(), c2 = c1, c3 = c1;
+    uint32_t k0 = seed, k1 = 0;
+    for (int round = 0; round < 10; ++round) {
+      const __m256i a = _mm256_mul_epu32(c0, m0), b = _mm256_mul_epu32(_mm256_srli_epi64(c0, 32), m0);
+      const __m256i c = _mm256_mul_epu32(c2, m1), d = _mm256_mul_epu32(_mm256_srli_epi64(c2, 32), m1);
+      const __m256i low0 = _mm256_blend_epi32(a, _mm256_slli_epi64(b, 32), 0xAA);
+      const __m256i high0 = _mm256_blend_epi32(_mm256_srli_epi64(a, 32), b, 0xAA);
+      const __m256i low1 = _mm256_blend_epi32(c, _mm256_slli_epi64(d, 32), 0xAA);
+      const __m256i high1 = _mm256_blend_epi32(_mm256_srli_epi64(c, 32), d, 0xAA);
+      c0 = _mm256_xor_si256(_mm256_xor_si256(high1, c1), _mm256_set1_epi32(int(k0)));
+      c2 = _mm256_xor_si256(_mm256_xor_si256(high0, c3), _mm256_set1_epi32(int(k1)));
+      c1 = low1;
+      c3 = low0;
+      k0 += 0x9E3779B9;
+      k1 += 0xBB67AE85;
+    }
+    const __m256 x = _mm256_cvtepi32_ps(_mm256_and_si256(c0, _mm256_set1_epi32(0x7FFFFFFF)));
+    _mm256_storeu_ps(dst + k, _mm256_mul_ps(x, _mm256_set1_ps(4.6566127342e-10f)));
+  }
 #endif
   for (; k < n; ++k) dst[k] = normalized_rand_cpu(seed, offset + uint32_t(k));
 }
