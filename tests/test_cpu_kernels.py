@@ -17,7 +17,7 @@ from torch.nn.functional import dropout, scaled_dot_product_attention
 
 import sdpa_rewrite
 from sdpa_rewrite import config, processor, report
-from sdpa_rewrite.kernels.cpu import source
+from sdpa_rewrite.kernels.cpu import lowering, source
 from tests.harness import NOISE, compare
 
 pytestmark = pytest.mark.codegen
@@ -224,6 +224,18 @@ def test_each_way_to_multiply_bfloat16(kind: str, bits: int | None, monkeypatch:
     assert all(f"#define SDPA_REWRITE_{kind.upper()}\n" in text for text in kernels)
     with torch.backends.mkldnn.flags(enabled=False):  # oneDNN refuses
         check(compiled, function, given)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_that_was_never_written_is_not_read(dtype: torch.dtype, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys are fewer than a tile and no whole vectors: what is computed beyond them must not reach any sum."""
+    poisoned = "#define SDPA_REWRITE_POISONED\n" + source.headers()
+    monkeypatch.setattr(lowering, "headers", lambda: poisoned)
+    torch._dynamo.reset()
+    given = [torch.randn(s).to(dtype) for s in ((2, 3, n, 20), (2, 3, 21, 20), (2, 3, 21, 37), (3, n, 21), (3, 1, 1))]
+    with inductor.patch({"fx_graph_cache": False}):
+        check(ours(biased), biased, [*given, torch.rand(2, 1, n, 21) > 0.7])
 
 
 @torch.no_grad()

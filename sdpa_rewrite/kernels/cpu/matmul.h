@@ -120,7 +120,7 @@ inline void multiply(const float* a, int64_t row, int64_t step, const float* b, 
 }
 
 // c[r, j] = sum_p a[r, p] b[j, p], j a row of b in memory: for few rows, which are not worth transposing b for.
-// Rows are whole vectors; rows of c are TILE apart.
+// Rows are whole vectors; rows of c are TILE apart, and 0 is what follows in them up to a whole vector.
 inline void multiply_rows(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t m, int64_t n,
                           int64_t k) {
   constexpr int64_t many = 4;
@@ -140,6 +140,7 @@ inline void multiply_rows(const float* a, int64_t lda, const float* b, int64_t l
       for (int64_t p = 0; p < k; p += W) sum = at::vec::fmadd(V::loadu(a + p), V::loadu(b + j * ldb + p), sum);
       c[j] = total(sum);
     }
+    for (; j < round_up(n, W); ++j) c[j] = 0.0f;
   }
 }
 

@@ -256,7 +256,11 @@ class Workspace {
 // Aligned memory of one thread.
 class Workspace {
  public:
-  explicit Workspace(int64_t floats) : data_(new float[floats + 32]), at_(aligned(data_.get())) {}
+  explicit Workspace(int64_t floats) : data_(new float[floats + 32]), at_(aligned(data_.get())) {
+#if defined(SDPA_REWRITE_POISONED) // by tests: nothing may depend on what memory holds that was never written
+    std::fill_n(data_.get(), floats + 32, std::numeric_limits<float>::quiet_NaN());
+#endif
+  }
   float* take(int64_t floats) {
     float* out = at_;
     at_ += round_up(floats, 16);
