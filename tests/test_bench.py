@@ -14,7 +14,7 @@ import torch
 
 from sdpa_rewrite.bench import command, contenders, forms, memory, peak, plot, table
 from sdpa_rewrite.bench.case import Bar, Case
-from sdpa_rewrite.bench.contenders import difference
+from sdpa_rewrite.bench.contenders import LARGEST_DIFFERENCE, difference, exact, wrong_by
 from sdpa_rewrite.bench.forms import Form, Size
 from sdpa_rewrite.bench.measure import SAMPLE, interleaved, medians, ratios
 from sdpa_rewrite.bench.models import Bert, Gpt, pair
@@ -127,6 +127,32 @@ def test_the_difference_is_a_share_of_the_largest_value() -> None:
     assert difference((a,), (b,)) == 0.125
     assert difference((torch.empty(0),), (torch.empty(0),)) == 0.0
     assert difference((a * float("nan"),), (b,)) == math.inf
+
+
+def test_results_far_from_stocks_are_compared_with_float64() -> None:
+    """Logits far apart, in bf16: what rounds the scores is far from what does not."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 64, 32).bfloat16() for _ in range(3))
+    case = dataclasses.replace(with_bars(), dtype=torch.bfloat16, written=forms.sharp)
+    stock = (case.written(q, k, v),)
+
+    def float64() -> tuple[torch.Tensor, ...]:
+        return exact(case, [q, k, v], None)
+
+    right = float64()[0].bfloat16()
+    assert difference((right,), stock) > LARGEST_DIFFERENCE["bfloat16"]
+    assert wrong_by((right,), stock, float64, case.type) < 0.01
+    assert wrong_by((right + 1,), stock, float64, case.type) > LARGEST_DIFFERENCE["bfloat16"]
+
+
+def test_exact_results_have_gradients_and_leave_the_model_as_it_is() -> None:
+    model = torch.nn.Linear(3, 2)
+    x = torch.randn(4, 3, requires_grad=True)
+    case = dataclasses.replace(with_bars(), written=model, training=True)
+    out, *gradients = exact(case, [x], torch.ones(4, 2))
+    assert [t.dtype for t in (out, *gradients)] == [torch.float64] * 4
+    assert model.weight.dtype == torch.float32
+    torch.testing.assert_close(gradients[0].float(), model.weight.sum(0).expand(4, 3))
 
 
 def test_bars_hold_for_the_suites_own_sizes_only() -> None:

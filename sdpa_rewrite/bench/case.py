@@ -62,7 +62,12 @@ class Case:
     def name(self) -> str:
         """The case in a line."""
         kind = "training" if self.training else "forward"
-        return f"{self.form} {kind} {self.shape} {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.form} {kind} {self.shape} {self.type}"
+
+    @property
+    def type(self) -> str:
+        """The dtype, as ``float32``."""
+        return str(self.dtype).removeprefix("torch.")
 
     def leaves(self, function: Any, inputs: list[Tensor]) -> list[Tensor]:
         """What gets a gradient when the case is trained."""

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from sdpa_rewrite import hook
 from sdpa_rewrite.bench import machine, memory, peak, table
 from sdpa_rewrite.bench.calibrate import calibrate
 from sdpa_rewrite.bench.case import Case
-from sdpa_rewrite.bench.contenders import NAMES, Step, Unavailable, difference, first_run, step
+from sdpa_rewrite.bench.contenders import NAMES, Step, Unavailable, exact, first_run, step, wrong_by
 from sdpa_rewrite.bench.measure import Call, interleaved, medians, ratios
 from sdpa_rewrite.bench.result import Result, judged, to_json
 from sdpa_rewrite.bench.suites import DTYPES, SUITES, Scope
@@ -140,7 +141,7 @@ def measured(case: Case, repeats: int, label: str = "") -> Result:
         suite=case.suite,
         name=case.name,
         form=case.form,
-        dtype=str(case.dtype).removeprefix("torch."),
+        dtype=case.type,
         training=case.training,
         length=case.length,
         seconds=seconds,
@@ -185,7 +186,8 @@ def _compiled(case: Case, inputs: list[Tensor], cotangent: Tensor | None, label:
             if name == "ours":
                 ready.kernel, ready.reasons = first.kernel, first.reasons
     if "ours" in outputs:
-        ready.difference = difference(outputs["ours"], outputs["stock"])
+        right = partial(exact, case, inputs, cotangent)
+        ready.difference = wrong_by(outputs["ours"], outputs["stock"], right, case.type)
     return ready
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,12 @@ NAMES = {
 }
 
 
+Results = tuple[Tensor, ...]
+
+LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
+"""Of results of ours and right ones, as a share of the largest value: beyond it something is wrong, not rounded."""
+
+
 class Unavailable(Exception):
     """Why a case cannot be run some way."""
 
@@ -35,7 +42,7 @@ class Step:
     leaves: list[Tensor]
     cotangent: Tensor | None
 
-    def __call__(self) -> tuple[Tensor, ...]:
+    def __call__(self) -> Results:
         """The output, and the gradients."""
         out = self.function(*self.inputs)
         if self.cotangent is None:
@@ -77,7 +84,7 @@ def _compiled(function: Any, backend: str) -> Any:
 class FirstRun:
     """The results, what took the attention sites, and why sites were left."""
 
-    results: tuple[Tensor, ...]
+    results: Results
     kernel: str
     reasons: tuple[str, ...]
 
@@ -93,9 +100,30 @@ def first_run(step: Step) -> FirstRun:
     return FirstRun(results, ", ".join(took) or "no site", (*left, *collected.failures))
 
 
-def difference(ours: tuple[Tensor, ...], stock: tuple[Tensor, ...]) -> float:
+def exact(case: Case, inputs: list[Tensor], cotangent: Tensor | None) -> Results:
+    """The results of the case as written, in float64 from the same inputs, without torch.compile."""
+    written = copy.deepcopy(case.written).double() if isinstance(case.written, torch.nn.Module) else case.written
+    doubles = [_double(x) for x in inputs]
+    leaves = case.leaves(written, doubles) if case.training else []
+    return Step(written, doubles, leaves, None if cotangent is None else cotangent.double())()
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+
+
+def wrong_by(ours: Results, stock: Results, exact: Callable[[], Results], dtype: str) -> float:
+    """How far ours is from stock, or from ``exact`` where the two are too far apart to tell which is wrong.
+
+    Stock rounds the scores to the type, which logits far apart do not forgive.
+    """
+    apart = difference(ours, stock)
+    return apart if apart <= LARGEST_DIFFERENCE[dtype] else min(apart, difference(ours, exact()))
+
+
+def difference(ours: Results, right: Results) -> float:
     """The largest difference of a result, as a share of its largest value; NaN must stand where NaN stands."""
-    return max((_apart(a.double(), b.double()) for a, b in zip(ours, stock, strict=True)), default=0.0)
+    return max((_apart(a.double(), b.double()) for a, b in zip(ours, right, strict=True)), default=0.0)
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
