@@ -158,6 +158,7 @@ class ForwardThread {
   const P& program;
   const Sizes& size;
   int64_t floats, depth, width; // of a query: padded floats, and words; of an output row: padded floats
+  const bool lies;              // keys and values of few rows are read as they lie, of whatever type
   Workspace space;
   TilesOfThread tiles;
 
@@ -168,6 +169,8 @@ class ForwardThread {
   ForwardThread(const Forward<T, TO>& c, const P& p, int64_t most)
       : call(c), program(p), size(c.size), floats(round_up(c.size.depth, W)),
         depth(DOT ? words<DOT>(c.size.depth) : floats), width(round_up(c.size.width, W)),
+        lies(!std::is_same_v<T, float> && c.key.column == 1 && c.value.column == 1 && c.size.depth % LOT<T> == 0 &&
+             c.size.width % LOT<T> == 0),
         space(most * (depth + width + W + 2) + FEW * floats + TILE * (floats + depth + width + 3 * STEP) + p.scratch() +
               256) {
     query = space.take(std::max(most * depth, FEW * floats));
@@ -220,7 +223,8 @@ class ForwardThread {
     }
   }
 
-  // The keys of a tile, transposed, and the values; where there are few rows, both as floats that lie as they are.
+  // The keys of a tile, transposed, and the values; where there are few rows, both as floats that lie as they are, or
+  // nothing where they need not be floats.
   struct Keys {
     bool few;
     FloatRows key, value;
@@ -229,6 +233,7 @@ class ForwardThread {
   Keys pack(const Tile& t, int64_t column, int64_t columns) {
     const auto& k = call.key;
     const auto& v = call.value;
+    if (t.rows <= FEW && lies) return {true, {}, {}};
     const T *first = k.at(t.b, t.h, 0, column), *first_value = v.at(t.b, t.h, 0, column);
     if (t.rows <= FEW) {
       return {true, float_rows(first, k.row, k.column, columns, size.depth, key),
@@ -240,7 +245,10 @@ class ForwardThread {
   }
 
   void step(const Tile& t, Block kind, const Keys& keys) {
-    if (keys.few) {
+    if (keys.few && lies) {
+      multiply_rows(query + t.row * floats, floats, call.key.at(t.b, t.h, 0, t.column), call.key.row, tile, t.rows,
+                    t.columns, floats);
+    } else if (keys.few) {
       multiply_rows(query + t.row * floats, floats, keys.key.data, keys.key.step, tile, t.rows, t.columns, floats);
     } else {
       multiply<DOT>(query + t.row * depth, depth, 1, key, TILE, tile, TILE, t.rows, t.wide(), words<DOT>(size.depth),
@@ -259,6 +267,7 @@ class ForwardThread {
     }
     const Flushing flushing;
     float* to = out + t.row * width;
+    if (keys.few && lies) return add_values(t, to, here.alpha);
     const auto [of_value, next] = keys.value;
     if (!DOT || keys.few) {
       return multiply<false>(tile, TILE, 1, of_value, next, to, width, t.rows, width, t.columns, here.alpha, false);
@@ -266,6 +275,24 @@ class ForwardThread {
     pack_left<DOT>(tile, t.rows, left);
     multiply<DOT>(left, words<DOT>(TILE), 1, of_value, next, to, width, t.rows, width, words<DOT>(t.columns),
                   here.alpha, false);
+  }
+
+  // The values of a tile, as they lie, by the weights of one row or two.
+  void add_values(const Tile& t, float* to, const float* alpha) {
+    if constexpr (!std::is_same_v<T, float>) {
+      const T* from = call.value.at(t.b, t.h, 0, t.column);
+      const auto add = [&](auto m, auto n, int64_t first, int64_t last) {
+        multiply_lying<decltype(m)::value, decltype(n)::value>(tile, from + first, call.value.row, to + first, width,
+                                                               last - first, t.columns, alpha);
+      };
+      const auto rows = [&](auto m) {
+        const int64_t wide = width / (4 * W) * (4 * W);
+        add(m, std::integral_constant<int, 4>{}, 0, wide);
+        add(m, std::integral_constant<int, 2>{}, wide, width);
+      };
+      static_assert(FEW == 2);
+      t.rows == 1 ? rows(std::integral_constant<int, 1>{}) : rows(std::integral_constant<int, 2>{});
+    }
   }
 
   void write(const Tile& t) {

@@ -119,9 +119,24 @@ inline void multiply(const float* a, int64_t row, int64_t step, const float* b, 
   }
 }
 
+// How many elements of a row in memory are read at once, and their sum of products with floats.
+template <class T>
+constexpr int64_t LOT = std::is_same_v<T, float> ? W : 2 * W;
+
+template <class T>
+inline V add_products(const float* a, const T* b, V sum) {
+  if constexpr (std::is_same_v<T, float>) {
+    return at::vec::fmadd(V::loadu(a), V::loadu(b), sum);
+  } else {
+    const auto [low, high] = at::vec::convert_to_float<T>(Vectorized<T>::loadu(b));
+    return at::vec::fmadd(V::loadu(a + W), high, at::vec::fmadd(V::loadu(a), low, sum));
+  }
+}
+
 // c[r, j] = sum_p a[r, p] b[j, p], j a row of b in memory: for few rows, which are not worth transposing b for.
-// Rows are whole vectors; rows of c are TILE apart, and 0 is what follows in them up to a whole vector.
-inline void multiply_rows(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t m, int64_t n,
+// Rows are whole lots; rows of c are TILE apart, and 0 is what follows in them up to a whole vector.
+template <class T>
+inline void multiply_rows(const float* a, int64_t lda, const T* b, int64_t ldb, float* c, int64_t m, int64_t n,
                           int64_t k) {
   constexpr int64_t many = 4;
   for (int64_t r = 0; r < m; ++r, a += lda, c += TILE) {
@@ -129,18 +144,44 @@ inline void multiply_rows(const float* a, int64_t lda, const float* b, int64_t l
     for (; j + many <= n; j += many) {
       V sum[many];
       for (int64_t x = 0; x < many; ++x) sum[x] = V(0.0f);
-      for (int64_t p = 0; p < k; p += W) {
-        const V left = V::loadu(a + p);
-        for (int64_t x = 0; x < many; ++x) sum[x] = at::vec::fmadd(left, V::loadu(b + (j + x) * ldb + p), sum[x]);
+      for (int64_t p = 0; p < k; p += LOT<T>) {
+        for (int64_t x = 0; x < many; ++x) sum[x] = add_products(a + p, b + (j + x) * ldb + p, sum[x]);
       }
       for (int64_t x = 0; x < many; ++x) c[j + x] = total(sum[x]);
     }
     for (; j < n; ++j) {
       V sum(0.0f);
-      for (int64_t p = 0; p < k; p += W) sum = at::vec::fmadd(V::loadu(a + p), V::loadu(b + j * ldb + p), sum);
+      for (int64_t p = 0; p < k; p += LOT<T>) sum = add_products(a + p, b + j * ldb + p, sum);
       c[j] = total(sum);
     }
     for (; j < round_up(n, W); ++j) c[j] = 0.0f;
+  }
+}
+
+// c[r, 0:n] = c[r, 0:n] * alpha[r] + sum_p a[r, p] b[p, 0:n] for a row r, or M of them, TILE apart in a: b as it lies in
+// memory, not as floats.  n is a multiple of N vectors.
+template <int M, int N, class T>
+inline void multiply_lying(const float* a, const T* b, int64_t ldb, float* c, int64_t ldc, int64_t n, int64_t k,
+                           const float* alpha) {
+  for (int64_t j = 0; j < n; j += N * W) {
+    V sum[M][N];
+    for (int r = 0; r < M; ++r) for (int x = 0; x < N; ++x) sum[r][x] = V(0.0f);
+    for (int64_t p = 0; p < k; ++p) {
+      for (int x = 0; x < N; x += 2) {
+        const auto [low, high] = at::vec::convert_to_float<T>(Vectorized<T>::loadu(b + p * ldb + j + x * W));
+        for (int r = 0; r < M; ++r) {
+          const V left(a[r * TILE + p]);
+          sum[r][x] = at::vec::fmadd(left, low, sum[r][x]);
+          sum[r][x + 1] = at::vec::fmadd(left, high, sum[r][x + 1]);
+        }
+      }
+    }
+    for (int r = 0; r < M; ++r) {
+      for (int x = 0; x < N; ++x) {
+        float* out = c + r * ldc + j + x * W;
+        at::vec::fmadd(V::loadu(out), V(alpha[r]), sum[r][x]).store(out);
+      }
+    }
   }
 }
 
