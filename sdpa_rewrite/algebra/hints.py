@@ -23,7 +23,8 @@ def hints_of(tensors: Iterable[Tensor]) -> Hints:
     sizes: list[Any] = [n for x in tensors for n in x.shape]
     for size in sizes:
         if isinstance(size, torch.SymInt):
-            values = size.node.shape_env.backed_var_to_val
+            environment: Any = size.node.shape_env  # which torch 2.14 says may be none: not that of a size
+            values = environment.backed_var_to_val
             found |= {s: sympy.Integer(int(values[s])) for s in size.node.expr.free_symbols if s in values}
     return found
 

@@ -86,9 +86,10 @@ def all_blocks(q: Tensor, k: Tensor, sizes: tuple[int, int]) -> BlockMask:
     count = (columns + sizes[1] - 1) // sizes[1]
     numbers = torch.full((1, 1, rows // sizes[0] + 2), count, dtype=torch.int32, device=device)
     indices = torch.arange(across, dtype=torch.int32, device=device) + torch.zeros_like(numbers)[..., None]
-    return BlockMask.from_kv_blocks(
+    made: BlockMask = BlockMask.from_kv_blocks(  # torch 2.11 does not say its type
         numbers, indices, BLOCK_SIZE=sizes, seq_lengths=(rows, columns), compute_q_blocks=False
     )
+    return made
 
 
 def runs_on_cpu() -> bool:

@@ -39,7 +39,7 @@ def environment_of(*tensors: Tensor) -> ShapeEnv | None:
     for x in tensors:
         for n in (*x.shape, *x.stride()):
             if isinstance(n, torch.SymInt):
-                found: ShapeEnv = n.node.shape_env
+                found: ShapeEnv | None = n.node.shape_env
                 return found
     return None
 
