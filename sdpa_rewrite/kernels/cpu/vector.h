@@ -45,6 +45,10 @@ inline V fma(V a, V b, V c) {
 inline float largest(V x) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_reduce_max_ps(x);
+#elif defined(CPU_CAPABILITY_AVX2)
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 #else
   float lanes[W], out;
   x.store(lanes);
@@ -57,6 +61,10 @@ inline float largest(V x) {
 inline float total(V x) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_reduce_add_ps(x);
+#elif defined(CPU_CAPABILITY_AVX2)
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 #else
   float lanes[W], out = 0;
   x.store(lanes);
